@@ -1,0 +1,173 @@
+"""The attention module of one decoder layer: projections, norms, RoPE, cache, output."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from typing import NamedTuple
+
+from carat_jax import kv_state, rope
+from carat_jax.config import GemmaConfig, LayerSpec
+from carat_jax.kv_state import GlobalKV, KVState, LayerKV, RingKV
+from carat_jax.layers import linear, rms_norm, weight
+from pallas_kernels import global_attention, prefill_attention, ring_attention
+
+MAX_DECODE_TOKENS = 16  # new positions a step may verify; longer inputs are prefilled
+
+
+class Step(struct.PyTreeNode):
+    """Where the T new positions of a forward pass sit. The same for every layer.
+
+    Attributes:
+      length: int32 [B], positions before the new ones.
+      new: int32 [B], how many of the T are real; the rest is padding.
+      decode: write the cache, then read it (a few positions); else prefill.
+      implementation: of the attention ops; None = the best.
+    """
+
+    length: jax.Array
+    new: jax.Array
+    decode: bool = struct.field(pytree_node=False)
+    implementation: str | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def of(
+        cls,
+        config: GemmaConfig,
+        state: KVState | None,
+        tokens: jax.Array,
+        new: jax.Array | None,
+        implementation: str | None,
+    ) -> "Step":
+        """The step that feeds tokens [B, T] to a model in this state (None: no past)."""
+        B, T = tokens.shape
+        new = jnp.full((B,), T, jnp.int32) if new is None else new.astype(jnp.int32)
+        if state is None:
+            length, decode = jnp.zeros((B,), jnp.int32), False
+        else:
+            length = state.length
+            fits = kv_state.max_decode_tokens(state, config)
+            decode = T <= min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if fits is None else fits)
+        return cls(length=length, new=new, decode=decode, implementation=implementation)
+
+    def positions(self, T: int) -> jax.Array:
+        """int32 [B, T]."""
+        return self.length[:, None] + jnp.arange(T)
+
+
+class Keys(NamedTuple):
+    """What the queries of a layer attend to; a borrowing layer gets its donor's.
+
+    Attributes:
+      v: [B, K, S, H].
+      k: [B, K, S, H], or None in the compact form, then:
+      k_rotated: [B, K, S, P] the widths of the keys that RoPE turns, and
+      k_norm: [H] the weight that makes the other widths of a key from those of its value.
+    """
+
+    v: jax.Array
+    k: jax.Array | None = None
+    k_rotated: jax.Array | None = None
+    k_norm: jax.Array | None = None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a ring or a global cache.
+
+    Weights (letters of `pallas_kernels`; x = G + 2, or G + 1 where keys and values share a
+    projection, or G where both are borrowed):
+      qkv [D, K, x, H]: the G query heads of a KV head, then its key, then its value, so that a
+        cut along K never splits a group.
+      o [K, G, H, D], q_norm [H], k_norm [H].
+    """
+
+    config: GemmaConfig
+    spec: LayerSpec
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        step: Step,
+        kv: LayerKV | None,
+        lent: Keys | None,
+    ) -> tuple[jax.Array, LayerKV | None, Keys]:
+        """Attends with x [B, T, D].
+
+        Args:
+          x: normed residual.
+          angles: cosine and sine from `rope.angles` for this layer's type.
+          step: where the T positions sit.
+          kv: this layer's own cache, or None (no state, or a borrowing layer).
+          lent: the keys and values that a borrowing layer reads, as its donor returned them.
+
+        Returns:
+          output [B, T, D]; the updated cache (None where none was given); the keys and values
+          attended to.
+        """
+        c, s = self.config, self.spec
+        B, T, D = x.shape
+        K, G, H = s.num_kv_heads, s.group, s.head_dim
+        own = (1 if s.shared_projection else 2) if s.owns_kv else 0
+        y = linear("btd,dkxh->btkxh", x, weight(self, "qkv", (D, K, G + own, H), c))
+        q = rms_norm(y[:, :, :, :G], weight(self, "q_norm", (H,), c), c.rms_norm_eps)
+        q = q.reshape(B, T, K * G, H)  # float32 until RoPE is done
+        if s.owns_kv:
+            k_norm = weight(self, "k_norm", (H,), c)
+            new = self._keys(y[:, :, :, G], y[:, :, :, -1], k_norm, angles)
+            keys, kv = self._store(new, step, kv)
+        else:
+            keys = lent
+        out = self._attend(q, keys, angles, step).reshape(B, T, K, G, H)
+        return linear("btkgh,kghd->btd", out, weight(self, "o", (K, G, H, D), c)), kv, keys
+
+    def _keys(self, raw_k: jax.Array, raw_v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
+        """Norms and turns the new positions' keys and values: each [B, K, T, width]."""
+        s, eps, dtype = self.spec, self.config.rms_norm_eps, raw_v.dtype
+
+        def cached(rows: jax.Array) -> jax.Array:
+            return rows.astype(dtype).transpose(0, 2, 1, 3)
+
+        v = cached(rms_norm(raw_v, None, eps))
+        k = rms_norm(raw_k, k_norm, eps)
+        if s.shared_projection:
+            turned = rope.rotate(rope.rotated_widths(k, s.rotated), *angles)
+            return Keys(v=v, k_rotated=cached(turned), k_norm=k_norm)
+        return Keys(v=v, k=cached(rope.rotate_head(k, *angles)))
+
+    def _store(self, new: Keys, step: Step, kv: LayerKV | None) -> tuple[Keys, LayerKV | None]:
+        """Writes the new positions into the cache; returns what to attend to, and the cache."""
+        if kv is None:
+            return new, None
+        if isinstance(kv, GlobalKV):
+            kv = kv_state.append(kv, step.length, k=new.k, v=new.v, k_rotated=new.k_rotated)
+            return new._replace(k=kv.k, v=kv.v, k_rotated=kv.k_rotated), kv
+        if step.decode:
+            kv = kv_state.append(kv, step.length, k=new.k, v=new.v)
+            return Keys(k=kv.k, v=kv.v), kv
+        # A chunk may be longer than the ring: attend to the past and the chunk, then store.
+        chunk = RingKV(k=new.k, v=new.v)
+        past = kv_state.ring_past(kv, step.length, kv_state.round_up(self.spec.window - 1))
+        both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), past, chunk)
+        kv = kv_state.fill_ring(kv, chunk, step.length, step.new)
+        return Keys(k=both.k, v=both.v), kv
+
+    def _attend(self, q: jax.Array, keys: Keys, angles: tuple, step: Step) -> jax.Array:
+        """Turns float32 queries [B, T, N, H] and runs the op that fits: [B, T, N, H]."""
+        s, dtype = self.spec, keys.v.dtype
+        compact = {}
+        if keys.k is None:
+            turned = rope.rotate(rope.rotated_widths(q, s.rotated), *angles)
+            compact = {"q_rotated": turned.astype(dtype), "k_rotated": keys.k_rotated}
+            q = rope.without_rotated_widths(q * keys.k_norm.astype(jnp.float32), s.rotated)
+        else:
+            q = rope.rotate_head(q, *angles)
+        arguments = (q.astype(dtype), keys.k, keys.v, step.length)
+        choice = {"implementation": step.implementation}
+        if not step.decode:
+            return prefill_attention(*arguments, window=s.window, **compact, **choice)
+        if s.window is None:
+            return global_attention(*arguments, **compact, **choice)
+        return ring_attention(*arguments, window=s.window, **choice)

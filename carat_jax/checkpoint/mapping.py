@@ -1,0 +1,141 @@
+"""Which checkpoint tensors make up each parameter, and how they lie in it.
+
+Checkpoints store every matrix output-major, [out, in]. A parameter is first assembled in that
+order (its `Recipe.shape`), which makes each tensor a few contiguous runs of it, and then
+transposed on the device by `Recipe.order`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from carat_jax.config import GemmaConfig, LayerSpec
+
+PREFIXES = ("model.language_model.", "model.")
+SKIPPED = re.compile(
+    r"model\.(vision_tower|embed_vision|audio_tower|embed_audio|vision_embedder)\..*"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a parameter.
+
+    Attributes:
+      name: in the checkpoint, without prefix.
+      shape: in the checkpoint.
+      place: the index of the assembled array that it fills.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: tuple[slice | int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make one parameter.
+
+    Attributes:
+      parts: the tensors.
+      shape: of the assembled array.
+      order: the transposition from there to the model's layout; () = none.
+    """
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+
+def recipes(config: GemmaConfig) -> dict[str, Recipe]:
+    """A recipe for each parameter, by its path in the tree ("layers_0/mlp/down")."""
+    result: dict[str, Recipe] = dict(_model(config))
+    for spec in config.layers:
+        for name, recipe in _layer(config, spec):
+            result[f"layers_{spec.index}/{name}"] = recipe
+    return result
+
+
+def unused(config: GemmaConfig) -> frozenset[str]:
+    """Tensors that published files hold and nothing reads: K/V weights of borrowing layers."""
+    return frozenset(
+        f"layers.{spec.index}.self_attn.{name}.weight"
+        for spec in config.layers
+        if not spec.owns_kv
+        for name in ("k_proj", "v_proj", "k_norm")
+    )
+
+
+def _one(
+    name: str,
+    file_shape: tuple[int, ...],
+    shape: tuple[int, ...] | None = None,
+    order: tuple[int, ...] = (),
+) -> Recipe:
+    return Recipe((Part(name, file_shape),), shape or file_shape, order)
+
+
+def _model(c: GemmaConfig) -> Iterator[tuple[str, Recipe]]:
+    V, D = c.vocab_size, c.hidden_size
+    yield "embed_tokens", _one("embed_tokens.weight", (V, D))
+    yield "norm", _one("norm.weight", (D,))
+    if P := c.hidden_size_per_layer_input:
+        L = c.num_hidden_layers
+        yield (
+            "embed_tokens_per_layer",
+            _one("embed_tokens_per_layer.weight", (V, L * P), (V, L, P)),
+        )
+        yield (
+            "per_layer_model_projection",
+            _one("per_layer_model_projection.weight", (L * P, D), (L, P, D), (2, 0, 1)),
+        )
+        yield "per_layer_projection_norm", _one("per_layer_projection_norm.weight", (P,))
+
+
+def _layer(c: GemmaConfig, s: LayerSpec) -> Iterator[tuple[str, Recipe]]:
+    prefix, D, F = f"layers.{s.index}.", c.hidden_size, s.mlp_width
+    for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                 "post_feedforward_layernorm"):  # fmt: skip
+        yield name, _one(f"{prefix}{name}.weight", (D,))
+    yield "layer_scalar", _one(f"{prefix}layer_scalar", (1,))
+    yield from _attention(c, s, f"{prefix}self_attn.")
+    gate_up = tuple(
+        Part(f"{prefix}mlp.{name}_proj.weight", (F, D), (i,))
+        for i, name in enumerate(("gate", "up"))
+    )
+    yield "mlp/gate_up", Recipe(gate_up, (2, F, D), (2, 0, 1))
+    yield "mlp/down", _one(f"{prefix}mlp.down_proj.weight", (D, F), order=(1, 0))
+    if P := c.hidden_size_per_layer_input:
+        for name, shape in (("per_layer_input_gate", (P, D)), ("per_layer_projection", (D, P))):
+            yield name, _one(f"{prefix}{name}.weight", shape, order=(1, 0))
+        name = "post_per_layer_input_norm"
+        yield name, _one(f"{prefix}{name}.weight", (D,))
+    if c.num_experts:
+        yield from _experts(c, prefix)
+
+
+def _attention(c: GemmaConfig, s: LayerSpec, prefix: str) -> Iterator[tuple[str, Recipe]]:
+    D, K, G, H = c.hidden_size, s.num_kv_heads, s.group, s.head_dim
+    parts = [Part(f"{prefix}q_proj.weight", (K * G * H, D), (slice(None), slice(G)))]
+    if s.owns_kv:
+        for i, name in enumerate(("k_proj",) if s.shared_projection else ("k_proj", "v_proj")):
+            parts.append(Part(f"{prefix}{name}.weight", (K * H, D), (slice(None), G + i)))
+        yield "attention/k_norm", _one(f"{prefix}k_norm.weight", (H,))
+    width = G + len(parts) - 1
+    yield "attention/qkv", Recipe(tuple(parts), (K, width, H, D), (3, 0, 1, 2))
+    o = f"{prefix}o_proj.weight"
+    yield "attention/o", _one(o, (D, K * G * H), (D, K, G, H), (1, 2, 3, 0))
+    yield "attention/q_norm", _one(f"{prefix}q_norm.weight", (H,))
+
+
+def _experts(c: GemmaConfig, prefix: str) -> Iterator[tuple[str, Recipe]]:
+    D, E, F = c.hidden_size, c.num_experts, c.moe_intermediate_size
+    for name in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
+                 "post_feedforward_layernorm_2"):  # fmt: skip
+        yield name, _one(f"{prefix}{name}.weight", (D,))
+    yield "experts/router", _one(f"{prefix}router.proj.weight", (E, D), order=(1, 0))
+    yield "experts/router_scale", _one(f"{prefix}router.scale", (D,))
+    yield "experts/per_expert_scale", _one(f"{prefix}router.per_expert_scale", (E,))
+    gate_up = f"{prefix}experts.gate_up_proj"
+    yield "experts/gate_up", _one(gate_up, (E, 2 * F, D), (E, 2, F, D), (0, 3, 1, 2))
+    yield "experts/down", _one(f"{prefix}experts.down_proj", (E, D, F), order=(0, 2, 1))

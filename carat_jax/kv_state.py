@@ -1,0 +1,185 @@
+"""Keys and values of past tokens: rings for sliding-window layers, slots for global ones.
+
+Everything is a pytree of plain arrays. What a slot holds follows from `KVState.length` alone, so
+forgetting tokens (a rejected proposal) is lowering `length`; nothing is erased and slots past
+`length` are masked by position wherever they are read.
+
+Each layer has arrays of its own, a step writes them and then reads only what it wrote, and
+functions that return the state should donate the one they take: then XLA writes in place.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from carat_jax.config import ConfigError, GemmaConfig, LayerSpec
+
+SLACK = 63  # spare ring slots beyond the window: at least the proposals one step may verify
+
+
+class RingKV(struct.PyTreeNode):
+    """A sliding-window layer: position p lives in slot p mod R. k, v: [B, K, R, H]."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+class GlobalKV(struct.PyTreeNode):
+    """A global layer: position p lives in slot p.
+
+    Attributes:
+      v: [B, K, S, H].
+      k: [B, K, S, H], or None where keys and values share a projection.
+      k_rotated: [B, K, S, P] then: the widths of the keys that RoPE turns. The others equal
+        those of v times the key norm's weight, so they are not stored.
+    """
+
+    v: jax.Array
+    k: jax.Array | None = None
+    k_rotated: jax.Array | None = None
+
+
+LayerKV = RingKV | GlobalKV
+
+
+class KVState(struct.PyTreeNode):
+    """Past of a batch. layers: one entry for each layer that owns keys. length: int32 [B]."""
+
+    layers: tuple[LayerKV, ...]
+    length: jax.Array
+
+
+def round_up(n: int, multiple: int = 64) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
+
+
+def ring_capacity(window: int, slack: int = SLACK) -> int:
+    """R, slots of a ring: the window and its slack, a multiple of 64."""
+    return round_up(window + slack)
+
+
+def abstract_state(
+    config: GemmaConfig, batch: int, max_context: int, *, slack: int = SLACK
+) -> KVState:
+    """`init_state` as shapes and dtypes only; nothing is allocated. Raises as it does."""
+    if batch < 1 or max_context < 1 or slack < 0:
+        raise ValueError(f"batch {batch} and max_context {max_context} must be at least 1, "
+                         f"slack {slack} at least 0")  # fmt: skip
+    if max_context > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_context {max_context:,} exceeds the model's max_position_embeddings "
+            f"{config.max_position_embeddings:,}: lower max_context"
+        )
+    dtype = jnp.dtype(config.dtype)
+
+    def layer(spec: LayerSpec) -> LayerKV:
+        def array(slots: int, width: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((batch, spec.num_kv_heads, slots, width), dtype)
+
+        if spec.window is not None:
+            ring = array(ring_capacity(spec.window, slack), spec.head_dim)
+            return RingKV(k=ring, v=ring)
+        slots = round_up(max_context)
+        v = array(slots, spec.head_dim)
+        if spec.shared_projection:
+            return GlobalKV(v=v, k_rotated=array(slots, spec.rotated))
+        return GlobalKV(v=v, k=v)
+
+    layers = tuple(layer(spec) for spec in config.kv_layers)
+    return KVState(layers=layers, length=jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+
+def init_state(config: GemmaConfig, batch: int, max_context: int, *, slack: int = SLACK) -> KVState:
+    """An empty state for `batch` sequences of up to `max_context` tokens, in config.dtype.
+
+    Args:
+      config: the model.
+      batch: B.
+      max_context: tokens a row may hold; global caches round it up to a multiple of 64.
+      slack: ring slots beyond the window. A step of T new positions writes before it reads, so
+        T <= slack + 1 (63 by default) can be decoded or verified; longer chunks are prefilled.
+
+    Raises:
+      ValueError: batch or max_context below 1, negative slack.
+      ConfigError: max_context beyond the model's max_position_embeddings.
+    """
+    shapes = abstract_state(config, batch, max_context, slack=slack)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def state_bytes(config: GemmaConfig, batch: int, max_context: int, *, slack: int = SLACK) -> int:
+    """Bytes of `init_state` with the same arguments, exactly."""
+    leaves = jax.tree.leaves(abstract_state(config, batch, max_context, slack=slack))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def max_decode_tokens(state: KVState, config: GemmaConfig) -> int | None:
+    """New positions that one decode step may write into these rings; None without rings."""
+    slacks = [
+        kv.v.shape[2] - spec.window + 1
+        for kv, spec in zip(state.layers, config.kv_layers, strict=True)
+        if isinstance(kv, RingKV) and spec.window is not None
+    ]
+    return min(slacks, default=None)
+
+
+def append(kv: LayerKV, length: jax.Array, **new: jax.Array | None) -> LayerKV:
+    """Writes T new positions of a layer; out of range positions are dropped.
+
+    Args:
+      kv: RingKV or GlobalKV.
+      length: int32 [B], positions before the new ones.
+      **new: [B, K, T, width] for each field of kv that is not None.
+
+    Returns:
+      kv with the rows written: the same type, to be donated through.
+    """
+    B, K, T, _ = new["v"].shape
+    slot = length[:, None] + jnp.arange(T)
+    if isinstance(kv, RingKV):
+        slot %= kv.v.shape[2]
+    b, k = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+
+    def write(cache: jax.Array | None, rows: jax.Array | None) -> jax.Array | None:
+        if cache is None or rows is None:
+            return cache
+        return cache.at[b, k, slot[:, None]].set(
+            rows.astype(cache.dtype), mode="drop", unique_indices=True
+        )
+
+    return kv.replace(**{name: write(getattr(kv, name), rows) for name, rows in new.items()})
+
+
+def ring_past(ring: RingKV, length: jax.Array, past: int) -> RingKV:
+    """The `past` positions before `length`, oldest first: k, v [B, K, past, H].
+
+    Positions that never were (length < past) hold whatever their slot holds; mask them.
+    """
+    slot = (length[:, None] - past + jnp.arange(past)) % ring.v.shape[2]
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, slot[:, None, :, None], axis=2), ring)
+
+
+def fill_ring(ring: RingKV, chunk: RingKV, length: jax.Array, new: jax.Array) -> RingKV:
+    """Puts the newest positions of a chunk of any length into the ring.
+
+    Args:
+      ring: k, v [B, K, R, H].
+      chunk: k, v [B, K, T, H], the chunk's first position at `length`.
+      length: int32 [B], positions before the chunk.
+      new: int32 [B], how many rows of the chunk are real; the rest is padding, not written.
+    """
+    R = ring.v.shape[2]
+    newest = (length + new - 1)[:, None]
+    position = newest - (newest - jnp.arange(R)) % R  # [B, R] what each slot holds afterwards
+    index = position - length[:, None]  # row of the chunk; negative: the slot keeps its own
+    keep = (index < 0)[:, None, :, None]
+    index = jnp.maximum(index, 0)[:, None, :, None]
+
+    def fill(old: jax.Array, rows: jax.Array) -> jax.Array:
+        taken = jnp.take_along_axis(rows, index, axis=2)
+        return jnp.where(keep, old, taken.astype(old.dtype))
+
+    return jax.tree.map(fill, ring, chunk)

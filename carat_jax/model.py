@@ -1,0 +1,262 @@
+"""Gemma 4 as Flax modules, and the functions that run it.
+
+`forward` is the whole model as a function of plain pytrees. Weights are merged (q/k/v, gate/up)
+and laid out input-major: through XLA on Hopper a decode step of the 31B shape reads them 4 %
+faster than output-major ones (16.4 against 17.2 ms on an H200).
+"""
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from carat_jax import rope
+from carat_jax.attention import Attention, Keys, Step
+from carat_jax.config import GemmaConfig, LayerSpec
+from carat_jax.feed_forward import MLP, Experts
+from carat_jax.kv_state import KVState, LayerKV
+from carat_jax.layers import gelu, linear, linear_f32, rms_norm, weight
+
+Params = dict[str, Any]
+
+
+class Block(nn.Module):
+    """One decoder layer. layer_scalar [1] multiplies the whole residual, last of all."""
+
+    config: GemmaConfig
+    spec: LayerSpec
+
+    @nn.compact
+    def __call__(
+        self,
+        h: jax.Array,
+        per_layer_input: jax.Array | None,
+        angles: tuple[jax.Array, jax.Array],
+        step: Step,
+        kv: LayerKV | None,
+        lent: Keys | None,
+    ) -> tuple[jax.Array, LayerKV | None, Keys]:
+        """h [B, T, D], per_layer_input [B, T, P] or None; the rest as in `Attention`."""
+        c = self.config
+
+        def norm(name: str, x: jax.Array) -> jax.Array:
+            w = weight(self, name, (c.hidden_size,), c)
+            return rms_norm(x, w, c.rms_norm_eps).astype(h.dtype)
+
+        with jax.named_scope("attention"):
+            attention = Attention(c, self.spec, name="attention")
+            a, kv, keys = attention(norm("input_layernorm", h), angles, step, kv, lent)
+            h = h + norm("post_attention_layernorm", a)
+        with jax.named_scope("feed_forward"):
+            mlp = MLP(c, self.spec.mlp_width, name="mlp")
+            f = mlp(norm("pre_feedforward_layernorm", h))
+            if c.num_experts:
+                m = Experts(c, name="experts")(norm("pre_feedforward_layernorm_2", h), h)
+                f = norm("post_feedforward_layernorm_1", f) + norm(
+                    "post_feedforward_layernorm_2", m
+                )
+            h = h + norm("post_feedforward_layernorm", f)
+        if per_layer_input is not None:
+            with jax.named_scope("per_layer_input"):
+                D, P = c.hidden_size, c.hidden_size_per_layer_input
+                g = linear("btd,dp->btp", h, weight(self, "per_layer_input_gate", (D, P), c))
+                g = gelu(g) * per_layer_input
+                g = linear("btp,pd->btd", g, weight(self, "per_layer_projection", (P, D), c))
+                h = h + norm("post_per_layer_input_norm", g)
+        return h * weight(self, "layer_scalar", (1,), c), kv, keys
+
+
+class Gemma4(nn.Module):
+    """The decoder stack. Weights: embed_tokens [V, D] (input and head), norm [D], layers_i."""
+
+    config: GemmaConfig
+
+    def setup(self) -> None:
+        c = self.config
+        V, D = c.vocab_size, c.hidden_size
+        self.embed_tokens = weight(self, "embed_tokens", (V, D), c)
+        self.norm = weight(self, "norm", (D,), c)
+        self.layers = [Block(c, spec) for spec in c.layers]
+        if c.hidden_size_per_layer_input:
+            L, P = c.num_hidden_layers, c.hidden_size_per_layer_input
+            self.embed_tokens_per_layer = weight(self, "embed_tokens_per_layer", (V, L, P), c)
+            self.per_layer_model_projection = weight(
+                self, "per_layer_model_projection", (D, L, P), c
+            )
+            self.per_layer_projection_norm = weight(self, "per_layer_projection_norm", (P,), c)
+
+    def __call__(
+        self, tokens: jax.Array, state: KVState | None, step: Step
+    ) -> tuple[jax.Array, KVState | None]:
+        """Runs tokens int32 [B, T].
+
+        Sows, under "intermediates", for whoever asks for that collection: `hidden_states` (the
+        residual before each layer and after the last), `per_layer_inputs`, `keys` of the layers.
+
+        Returns:
+          hidden [B, T, D] after the final norm, which is what the head reads; the new state,
+          `length` advanced by the real tokens (None where none was given).
+        """
+        c = self.config
+        h = self.embed_tokens[tokens] * embedding_scale(c)
+        per_layer = self._per_layer_inputs(tokens, h) if c.hidden_size_per_layer_input else None
+        self.sow("intermediates", "per_layer_inputs", per_layer)
+        positions = step.positions(tokens.shape[1])
+        angles = {spec.window: rope.angles(positions, spec) for spec in c.layers}
+        stored = iter(state.layers) if state is not None else None
+        written, keys = [], {}
+        for spec, block in zip(c.layers, self.layers, strict=True):
+            self.sow("intermediates", "hidden_states", h)
+            kv = next(stored) if stored is not None and spec.owns_kv else None
+            own = None if per_layer is None else per_layer[:, :, spec.index]
+            h, kv, keys[spec.index] = block(
+                h, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
+            )
+            if kv is not None:
+                written.append(kv)
+        self.sow("intermediates", "hidden_states", h)
+        self.sow("intermediates", "keys", keys)
+        if state is not None:
+            state = KVState(layers=tuple(written), length=state.length + step.new)
+        return rms_norm(h, self.norm, c.rms_norm_eps).astype(h.dtype), state
+
+    def _per_layer_inputs(self, tokens: jax.Array, h: jax.Array) -> jax.Array:
+        """[B, T, L, P]: a learned row for each token and layer, mixed with the embedding h."""
+        c = self.config
+        own = self.embed_tokens_per_layer[tokens].astype(jnp.float32)
+        own = own * math.sqrt(c.hidden_size_per_layer_input)
+        context = linear("btd,dlp->btlp", h, self.per_layer_model_projection)
+        context = rms_norm(
+            context.astype(jnp.float32) * c.hidden_size**-0.5,
+            self.per_layer_projection_norm,
+            c.rms_norm_eps,
+        )
+        return ((context + own) * 2**-0.5).astype(h.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """float32 [..., V] after the soft cap, from hidden [..., D] after the final norm."""
+        z = linear_f32("...d,vd->...v", hidden, self.embed_tokens)
+        cap = self.config.final_logit_softcapping
+        return z if cap is None else cap * jnp.tanh(z / cap)
+
+
+def embedding_scale(config: GemmaConfig) -> jax.Array:
+    """sqrt(D) rounded to the model's dtype: 73.5 for D = 5376 in bfloat16."""
+    return jnp.asarray(math.sqrt(config.hidden_size), jnp.dtype(config.dtype))
+
+
+def hidden_states(
+    params: Params,
+    config: GemmaConfig,
+    tokens: jax.Array,
+    state: KVState | None,
+    *,
+    new: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, KVState | None]:
+    """The model without its head: [B, T] -> [B, T, D] after the final norm, and the new state.
+
+    Args:
+      params, config: the model.
+      tokens: int32 [B, T].
+      state: the past, or None: the tokens are all there is, and nothing is stored.
+      new: int32 [B], how many of the T tokens of a row are real; None = all.
+      implementation: of the attention ops.
+    """
+    step = Step.of(config, state, tokens, new, implementation)
+    return Gemma4(config).apply({"params": params}, tokens, state, step)
+
+
+def head(params: Params, config: GemmaConfig, hidden: jax.Array) -> jax.Array:
+    """Logits float32 [..., V] after the soft cap, from hidden [..., D]."""
+    return Gemma4(config).apply({"params": params}, hidden, method="logits")
+
+
+def forward(
+    params: Params,
+    config: GemmaConfig,
+    tokens: jax.Array,
+    state: KVState | None,
+    *,
+    new: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, KVState | None]:
+    """Feeds tokens to the model: logits float32 [B, T, V] after the soft cap, and the new state.
+
+    Up to 16 tokens run as decode or verify, longer inputs as a prefill chunk; both give the
+    same numbers. Pure: jit it with `static_argnames="config"` and donate the state, which is
+    then updated in place. A batch row's result does not depend on the other rows.
+
+    Args:
+      params: from `load_params` or `init_params`.
+      config: static under jit.
+      tokens: int32 [B, T], ids in [0, V); out-of-range ids are not detected under jit.
+      state: from `init_state`, or None for a pass over the tokens alone. The caller keeps
+        state.length + T within its max_context: later positions are not stored.
+      new: int32 [B], how many of the T tokens of each row are real (right padding); None = all.
+      implementation: of the attention ops, by name; None = the best.
+    """
+    hidden, state = hidden_states(
+        params, config, tokens, state, new=new, implementation=implementation
+    )
+    return head(params, config, hidden), state
+
+
+@functools.cache
+def abstract_params(config: GemmaConfig) -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+
+    def init(key: jax.Array, tokens: jax.Array) -> Any:
+        return Gemma4(config).init(key, tokens, None, Step.of(config, None, tokens, None, None))
+
+    return jax.eval_shape(init, jax.random.key(0), tokens)["params"]
+
+
+def init_params(config: GemmaConfig, key: jax.Array) -> Params:
+    """Random weights of the model's real shapes, made on the device leaf by leaf.
+
+    Norm weights, layer and router scales are one; matrices are normal with variance one over
+    the width they sum over.
+    """
+    flat = traverse_util.flatten_dict(abstract_params(config), sep="/")
+    leaves = {
+        path: _init_leaf(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, _fan_in(path, leaf))
+        for i, (path, leaf) in enumerate(flat.items())
+    }
+    return traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def _fan_in(path: str, leaf: jax.ShapeDtypeStruct) -> int | None:
+    """Widths a matrix sums over; None for norms and scales."""
+    name = path.rsplit("/", 1)[-1]
+    shape = leaf.shape
+    if len(shape) == 1:
+        return None
+    if name in ("embed_tokens", "embed_tokens_per_layer"):
+        return shape[-1]
+    if "experts" in path and name in ("gate_up", "down"):
+        return shape[1]
+    return math.prod(shape[:-1]) if name == "o" else shape[0]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _init_leaf(key: jax.Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> jax.Array:
+    if fan_in is None:
+        return jnp.ones(shape, dtype)
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(fan_in**-0.5, dtype)
+
+
+def param_bytes(config: GemmaConfig) -> int:
+    """Bytes of the weights, exactly."""
+    leaves = jax.tree.leaves(abstract_params(config))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def num_params(config: GemmaConfig) -> int:
+    """Weights that the model uses (what a checkpoint holds beyond them is not counted)."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))

@@ -1,0 +1,14 @@
+"""Attention ops for Gemma 4 in JAX: arrays in, arrays out.
+
+One folder an op. Its `__init__` holds the public function, `xla.py` the implementation that is
+the reference, the CPU path and a contender on GPU. Axis letters: B sequence, T new position,
+N query head, K KV head, G = N / K, H head width, S slot of a global cache, R slot of a ring,
+W window, P rotated widths of a head.
+"""
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.global_attention import global_attention
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.ring_attention import ring_attention
+
+__all__ = ["Unsupported", "global_attention", "prefill_attention", "ring_attention"]
