@@ -1,11 +1,11 @@
 """The attention module of one decoder layer: projections, norms, RoPE, cache, output."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-
-from typing import NamedTuple
 
 from carat_jax import kv_state, rope
 from carat_jax.config import GemmaConfig, LayerSpec
@@ -111,31 +111,32 @@ class Attention(nn.Module):
         B, T, D = x.shape
         K, G, H = s.num_kv_heads, s.group, s.head_dim
         own = (1 if s.shared_projection else 2) if s.owns_kv else 0
-        y = linear("btd,dkxh->btkxh", x, weight(self, "qkv", (D, K, G + own, H), c))
-        q = rms_norm(y[:, :, :, :G], weight(self, "q_norm", (H,), c), c.rms_norm_eps)
-        q = q.reshape(B, T, K * G, H)  # float32 until RoPE is done
+        y = linear(x, weight(self, "qkv", (D, K, G + own, H), c))
+        unit = rms_norm(y, None, c.rms_norm_eps)  # one pass for all heads; float32 until RoPE
+        q_norm = weight(self, "q_norm", (H,), c).astype(jnp.float32)
+        q = (unit[:, :, :, :G] * q_norm).reshape(B, T, K * G, H)
         if s.owns_kv:
             k_norm = weight(self, "k_norm", (H,), c)
-            new = self._keys(y[:, :, :, G], y[:, :, :, -1], k_norm, angles)
+            new = self._keys(unit[:, :, :, G], unit[:, :, :, -1], k_norm, angles)
             keys, kv = self._store(new, step, kv)
         else:
             keys = lent
-        out = self._attend(q, keys, angles, step).reshape(B, T, K, G, H)
-        return linear("btkgh,kghd->btd", out, weight(self, "o", (K, G, H, D), c)), kv, keys
+        out = self._attend(q, keys, angles, step).reshape(B, T, K * G * H)
+        o = weight(self, "o", (K, G, H, D), c).reshape(K * G * H, D)
+        return linear(out, o), kv, keys
 
-    def _keys(self, raw_k: jax.Array, raw_v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
-        """Norms and turns the new positions' keys and values: each [B, K, T, width]."""
-        s, eps, dtype = self.spec, self.config.rms_norm_eps, raw_v.dtype
+    def _keys(self, k: jax.Array, v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
+        """Turns the new positions' keys: normed k, v [B, T, K, H] to [B, K, T, width] each."""
+        s, dtype = self.spec, k_norm.dtype
 
         def cached(rows: jax.Array) -> jax.Array:
             return rows.astype(dtype).transpose(0, 2, 1, 3)
 
-        v = cached(rms_norm(raw_v, None, eps))
-        k = rms_norm(raw_k, k_norm, eps)
+        k = k * k_norm.astype(jnp.float32)
         if s.shared_projection:
             turned = rope.rotate(rope.rotated_widths(k, s.rotated), *angles)
-            return Keys(v=v, k_rotated=cached(turned), k_norm=k_norm)
-        return Keys(v=v, k=cached(rope.rotate_head(k, *angles)))
+            return Keys(v=cached(v), k_rotated=cached(turned), k_norm=k_norm)
+        return Keys(v=cached(v), k=cached(rope.rotate_head(k, *angles)))
 
     def _store(self, new: Keys, step: Step, kv: LayerKV | None) -> tuple[Keys, LayerKV | None]:
         """Writes the new positions into the cache; returns what to attend to, and the cache."""

@@ -4,9 +4,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from carat_jax.config import GemmaConfig
-from carat_jax.layers import gelu, linear, linear_f32, rms_norm, weight
+from carat_jax.layers import gelu, linear, rms_norm, weight
 
 
 class MLP(nn.Module):
@@ -19,9 +20,9 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
         D = x.shape[-1]
-        y = linear("btd,dcf->btcf", x, weight(self, "gate_up", (D, 2, self.width), self.config))
+        y = linear(x, weight(self, "gate_up", (D, 2, self.width), self.config))
         h = gelu(y[:, :, 0]) * y[:, :, 1]
-        return linear("btf,fd->btd", h, weight(self, "down", (self.width, D), self.config))
+        return linear(h, weight(self, "down", (self.width, D), self.config))
 
 
 class Experts(nn.Module):
@@ -56,7 +57,7 @@ class Experts(nn.Module):
         c = self.config
         D, E = residual.shape[-1], c.num_experts
         r = rms_norm(residual, None, c.rms_norm_eps) * weight(self, "router_scale", (D,), c)
-        logits = linear_f32("md,de->me", r * D**-0.5, weight(self, "router", (D, E), c))
+        logits = linear(r * D**-0.5, weight(self, "router", (D, E), c), jnp.float32)
         share, index = lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k_experts)
         share = share / share.sum(-1, keepdims=True)
         scale = weight(self, "per_expert_scale", (E,), c).astype(jnp.float32)
@@ -64,21 +65,28 @@ class Experts(nn.Module):
 
 
 def _chosen_experts(x, index, share, gate_up, down):
-    """[M, D] -> float32 [M, D], gathering the k experts of each token."""
-    y = linear("md,mkdcf->mkcf", x, gate_up[index])
-    h = gelu(y[:, :, 0]) * y[:, :, 1]
-    return jnp.einsum("mkd,mk->md", linear_f32("mkf,mkfd->mkd", h, down[index]), share)
+    """[M, D] -> float32 [M, D], gathering the k experts of each token: M·k products of one row."""
+    M, k = index.shape
+    visits = jnp.repeat(x, k, axis=0)[:, None]  # [M·k, 1, D]
+    w_gate_up, w_down = gate_up[index.reshape(-1)], down[index.reshape(-1)]
+    y = _batched(visits, w_gate_up.reshape(M * k, x.shape[-1], -1), x.dtype)
+    gate, up = jnp.split(y, 2, axis=-1)
+    out = _batched((gelu(gate) * up).astype(x.dtype), w_down, jnp.float32)
+    return (out.reshape(M, k, -1) * share[..., None]).sum(1)
+
+
+def _batched(a: jax.Array, b: jax.Array, out: DTypeLike) -> jax.Array:
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=out)
 
 
 def _every_expert(x, index, share, gate_up, down):
     """[M, D] -> float32 [M, D], one expert after another over all tokens."""
 
-    def add(total, expert):
-        e, w_gate_up, w_down = expert
-        y = linear("md,dcf->mcf", x, w_gate_up)
+    def add(e, total):
+        y = linear(x, gate_up[e])
         h = gelu(y[:, 0]) * y[:, 1]
         weight_of_e = jnp.where(index == e, share, 0.0).sum(-1, keepdims=True)
-        return total + linear_f32("mf,fd->md", h, w_down) * weight_of_e, None
+        return total + linear(h, down[e], jnp.float32) * weight_of_e
 
-    experts = (jnp.arange(gate_up.shape[0]), gate_up, down)
-    return lax.scan(add, jnp.zeros(x.shape, jnp.float32), experts)[0]
+    return lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))

@@ -21,7 +21,7 @@ from carat_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
 
-DECODE_STEPS = 64  # tokens of a row that one call of `decode` makes room for
+
 LOGITS_CHUNKS = (64, 256)  # small, since each position has V float32 logits
 FINISH_REASONS = {
     generate.STOP: "stop",
@@ -60,16 +60,20 @@ def load(
         config = dataclasses.replace(config, dtype=str(jnp.dtype(dtype)))
     limit = config.max_position_embeddings
     if max_context is not None and not 1 <= max_context <= limit:
-        raise ValueError(f"max_context {max_context:,}: it must be from 1 to the model's "
-                         f"max_position_embeddings {limit:,}")  # fmt: skip
+        raise ValueError(
+            f"max_context {max_context:,}: it must be from 1 to the model's "
+            f"max_position_embeddings {limit:,}"
+        )
     options = GenerateOptions.from_generation_config(folder / "generation_config.json")
     options.check_vocabulary(config.vocab_size)
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_file(folder / "tokenizer.json")
         if tokenizer.vocab_size > config.vocab_size:
-            raise ValueError(f"{folder}: tokenizer.json has {tokenizer.vocab_size:,} ids, the "
-                             f"model {config.vocab_size:,}: they do not belong together")  # fmt: skip
+            raise ValueError(
+                f"{folder}: tokenizer.json has {tokenizer.vocab_size:,} ids, the "
+                f"model {config.vocab_size:,}: they do not belong together"
+            )
     # The large sizes were tuned with an empty thought before the answer, the small ones without.
     chat_format = ChatFormat.from_folder(folder, config.hidden_size_per_layer_input == 0)
     params = checkpoint.load_params(folder, config, progress=progress)
@@ -104,8 +108,10 @@ class Gemma:
 
     def __repr__(self) -> str:
         c = self.config
-        return (f"Gemma({c.num_hidden_layers} layers, hidden_size {c.hidden_size}, {c.dtype}, "
-                f"max_context {self.max_context})")  # fmt: skip
+        return (
+            f"Gemma({c.num_hidden_layers} layers, hidden_size {c.hidden_size}, {c.dtype}, "
+            f"max_context {self.max_context})"
+        )
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], **options: Any
@@ -127,7 +133,7 @@ class Gemma:
         single = _is_single(prompt)
         run = self._prepare([prompt] if single else list(prompt), options)
         with run:
-            for _ in run.advance(DECODE_STEPS):
+            for _ in run.advance(generate.DECODE_STEPS):
                 pass
             results = [run.generation(row) for row in range(len(run.rows))]
         return results[0] if single else results
@@ -192,8 +198,10 @@ class Gemma:
             raise ValueError("logits takes one prompt")
         ids = self._ids(prompt)
         if len(ids) > self.max_context:
-            raise ValueError(f"{len(ids):,} tokens exceed max_context {self.max_context:,}: "
-                             "shorten the prompt or load with a larger max_context")  # fmt: skip
+            raise ValueError(
+                f"{len(ids):,} tokens exceed max_context {self.max_context:,}: "
+                "shorten the prompt or load with a larger max_context"
+            )
         state = init_state(self.config, 1, generate.capacity(len(ids), self.max_context))
         rows, start = [], 0
         for size in generate.prefill_plan(len(ids), 1, LOGITS_CHUNKS):
@@ -254,8 +262,10 @@ class Gemma:
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and this checkpoint has no tokenizer.json: "
-                             "give token ids")  # fmt: skip
+            raise ValueError(
+                f"{what} needs a tokenizer, and this checkpoint has no tokenizer.json: "
+                "give token ids"
+            )
         return self.tokenizer
 
 
@@ -300,7 +310,12 @@ class _Run:
             if dispatched < self.options.max_new_tokens:
                 stopped = jnp.asarray([row.finish_reason is not None for row in self.rows])
                 ahead, self.state = generate.decode(
-                    params, config, self.state, jnp.int32(steps), stopped, size=DECODE_STEPS
+                    params,
+                    config,
+                    self.state,
+                    jnp.int32(steps),
+                    stopped,
+                    size=generate.DECODE_STEPS,
                 )
                 dispatched += steps
             yield self._collect(jax.device_get(pending))

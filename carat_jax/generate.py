@@ -23,6 +23,7 @@ from carat_jax.sampling import Sampling
 PREFILL_CHUNKS = (64, 256, 1024, 2048)  # static sizes that prompts are cut and padded into
 PREFILL_TOKENS = 4096  # at most this many tokens of all rows together in a chunk
 MIN_CAPACITY = 4096  # global slots; one step of a smaller cache would not be measurably faster
+DECODE_STEPS = 64  # columns that callers of `decode` give it: one compilation for all of them
 
 RUNNING, STOP, LENGTH, NON_FINITE = range(4)  # DecodeState.finish
 
@@ -346,14 +347,17 @@ def _check_prompts(config: GemmaConfig, tokens: jax.Array, lengths: jax.Array) -
     if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens {tokens.shape} {tokens.dtype} must be integer [B, T], not empty")
     if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths {lengths.shape} {lengths.dtype} must be integer [B] = "
-                         f"[{tokens.shape[0]}]")  # fmt: skip
+        raise ValueError(
+            f"lengths {lengths.shape} {lengths.dtype} must be integer [B] = [{tokens.shape[0]}]"
+        )
     if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         return
     ids, n = np.asarray(tokens), np.asarray(lengths)
     if n.min() < 1 or n.max() > ids.shape[1]:
-        raise ValueError(f"lengths from {n.min()} to {n.max()}: they must be in [1, T] = "
-                         f"[1, {ids.shape[1]}]")  # fmt: skip
+        raise ValueError(
+            f"lengths from {n.min()} to {n.max()}: they must be in [1, T] = [1, {ids.shape[1]}]"
+        )
     if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise ValueError(f"ids from {ids.min()} to {ids.max()}: they must be in [0, "
-                         f"{config.vocab_size})")  # fmt: skip
+        raise ValueError(
+            f"ids from {ids.min()} to {ids.max()}: they must be in [0, {config.vocab_size})"
+        )

@@ -66,8 +66,10 @@ def abstract_state(
 ) -> KVState:
     """`init_state` as shapes and dtypes only; nothing is allocated. Raises as it does."""
     if batch < 1 or max_context < 1 or slack < 0:
-        raise ValueError(f"batch {batch} and max_context {max_context} must be at least 1, "
-                         f"slack {slack} at least 0")  # fmt: skip
+        raise ValueError(
+            f"batch {batch} and max_context {max_context} must be at least 1, "
+            f"slack {slack} at least 0"
+        )
     if max_context > config.max_position_embeddings:
         raise ConfigError(
             f"max_context {max_context:,} exceeds the model's max_position_embeddings "

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from carat_jax.config import GemmaConfig
 
@@ -13,18 +14,22 @@ def weight(module: nn.Module, name: str, shape: tuple[int, ...], config: GemmaCo
     return module.param(name, nn.initializers.zeros, shape, jnp.dtype(config.dtype))
 
 
-def linear(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """An einsum in the dtype of w, accumulated in float32; float32 keeps full precision."""
-    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    return jnp.einsum(subscripts, x.astype(w.dtype), w, precision=precision)
+def linear(x: jax.Array, w: jax.Array, out: DTypeLike | None = None) -> jax.Array:
+    """x [..., D] times w [D, ...]: the last axis of x against the first of w.
 
-
-def linear_f32(subscripts: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`linear` whose result stays in float32 (logits, routers)."""
+    Accumulated in float32, returned in the dtype of w unless `out` says otherwise; float32 weights
+    keep full precision. Both sides go in as plain matrices: given more axes, XLA may choose to
+    transpose the whole weight at every step.
+    """
+    D = w.shape[0]
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    return jnp.einsum(
-        subscripts, x.astype(w.dtype), w, precision=precision, preferred_element_type=jnp.float32
+    y = jnp.matmul(
+        x.astype(w.dtype).reshape(-1, D),
+        w.reshape(D, -1),
+        precision=precision,
+        preferred_element_type=out or w.dtype,
     )
+    return y.reshape(*x.shape[:-1], *w.shape[1:])
 
 
 def rms_norm(x: jax.Array, w: jax.Array | None, eps: float) -> jax.Array:

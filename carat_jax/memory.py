@@ -63,10 +63,14 @@ def step_bytes(config: GemmaConfig, batch: int, context: int) -> StepBytes:
     table = 0 if rows is None else math.prod(rows.shape)
     weights = param_bytes(config) - (experts + table) * item
     kv = 0
-    for layer, spec in zip(abstract_state(config, batch, context).layers, config.kv_layers,
-                           strict=True):  # fmt: skip
-        width = sum(a.shape[-1] for a in (layer.v, layer.k, getattr(layer, "k_rotated", None))
-                    if a is not None)  # fmt: skip
+    for layer, spec in zip(
+        abstract_state(config, batch, context).layers, config.kv_layers, strict=True
+    ):
+        width = sum(
+            a.shape[-1]
+            for a in (layer.v, layer.k, getattr(layer, "k_rotated", None))
+            if a is not None
+        )
         keys = min(context, spec.window) if isinstance(layer, RingKV) else context
         kv += batch * spec.num_kv_heads * keys * width * item
     return StepBytes(

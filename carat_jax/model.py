@@ -13,13 +13,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax import lax
 
 from carat_jax import rope
 from carat_jax.attention import Attention, Keys, Step
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.feed_forward import MLP, Experts
 from carat_jax.kv_state import KVState, LayerKV
-from carat_jax.layers import gelu, linear, linear_f32, rms_norm, weight
+from carat_jax.layers import gelu, linear, rms_norm, weight
 
 Params = dict[str, Any]
 
@@ -63,9 +64,9 @@ class Block(nn.Module):
         if per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
                 D, P = c.hidden_size, c.hidden_size_per_layer_input
-                g = linear("btd,dp->btp", h, weight(self, "per_layer_input_gate", (D, P), c))
+                g = linear(h, weight(self, "per_layer_input_gate", (D, P), c))
                 g = gelu(g) * per_layer_input
-                g = linear("btp,pd->btd", g, weight(self, "per_layer_projection", (P, D), c))
+                g = linear(g, weight(self, "per_layer_projection", (P, D), c))
                 h = h + norm("post_per_layer_input_norm", g)
         return h * weight(self, "layer_scalar", (1,), c), kv, keys
 
@@ -129,7 +130,7 @@ class Gemma4(nn.Module):
         c = self.config
         own = self.embed_tokens_per_layer[tokens].astype(jnp.float32)
         own = own * math.sqrt(c.hidden_size_per_layer_input)
-        context = linear("btd,dlp->btlp", h, self.per_layer_model_projection)
+        context = linear(h, self.per_layer_model_projection)
         context = rms_norm(
             context.astype(jnp.float32) * c.hidden_size**-0.5,
             self.per_layer_projection_norm,
@@ -139,9 +140,20 @@ class Gemma4(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] after the soft cap, from hidden [..., D] after the final norm."""
-        z = linear_f32("...d,vd->...v", hidden, self.embed_tokens)
+        table = self.embed_tokens
+        precision = lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
+        z = jnp.einsum(
+            "...d,vd->...v",
+            hidden.astype(table.dtype),
+            table,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
         cap = self.config.final_logit_softcapping
-        return z if cap is None else cap * jnp.tanh(z / cap)
+        if cap is None:
+            return z
+        # tanh would make an Inf look like a large logit: let it show as NaN
+        return jnp.where(jnp.isinf(z), jnp.nan, cap * jnp.tanh(z / cap))
 
 
 def embedding_scale(config: GemmaConfig) -> jax.Array:

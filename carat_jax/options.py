@@ -140,8 +140,11 @@ def _check(o: GenerateOptions) -> None:
         value = float(value)
         if math.isnan(value) or not low <= value <= high or (open_low and value == low):
             bracket = "(" if open_low else "["
-            limit = f"at least {low:g} and finite" if high == _LARGEST else (
-                f"in {bracket}{low:g}, {high:g}]")  # fmt: skip
+            limit = (
+                f"at least {low:g} and finite"
+                if high == _LARGEST
+                else (f"in {bracket}{low:g}, {high:g}]")
+            )
             raise OptionError(f"{name} = {value:g}: it must be {limit}")
 
     number("temperature", 0.0, _LARGEST)
@@ -164,8 +167,10 @@ def _check(o: GenerateOptions) -> None:
     if not isinstance(o.logprobs, bool) and not (
         _is_int(o.logprobs) and 0 <= int(o.logprobs) <= MAX_TOP_LOGPROBS
     ):
-        raise OptionError(f"logprobs = {o.logprobs!r}: True, False, or how many alternatives, "
-                          f"0 to {MAX_TOP_LOGPROBS}")  # fmt: skip
+        raise OptionError(
+            f"logprobs = {o.logprobs!r}: True, False, or how many alternatives, "
+            f"0 to {MAX_TOP_LOGPROBS}"
+        )
 
 
 _LARGEST = 3.4e38  # of float32

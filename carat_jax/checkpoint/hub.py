@@ -1,13 +1,16 @@
 """From what a user names (bundled model, folder, hub id) to a folder on disk."""
 
+import os
 import re
 from importlib import resources
 from pathlib import Path
 
-from carat_jax.checkpoint.safetensors_file import CheckpointError
+from carat_jax.checkpoint.errors import CheckpointError
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
          "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
+_PART = r"[A-Za-z0-9][\w.-]{0,95}"
+_HUB_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
 
 
 def resolve(name: str | Path) -> Path:
@@ -20,17 +23,18 @@ def resolve(name: str | Path) -> Path:
       FileNotFoundError: none of the three.
       CheckpointError: the hub refused or could not be reached.
     """
-    if str(name) == "tiny":
+    if name == "tiny":
         return Path(str(resources.files("carat_jax") / "assets" / "tiny"))
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.is_absolute():
-        raise FileNotFoundError(
-            f"{str(name)!r} is no folder: give 'tiny' (bundled), a folder with config.json and "
-            "model.safetensors, or a hub id like 'google/gemma-4-31B-it'"
-        )
-    return _download(str(name))
+    folder = os.path.expanduser(name)
+    if name and os.path.isdir(folder):
+        return Path(folder)
+    if isinstance(name, str) and _HUB_ID.fullmatch(name) and not os.path.lexists(folder):
+        return _download(name)
+    what = "is a file" if os.path.isfile(folder) else "is no folder"
+    raise FileNotFoundError(
+        f"{str(name)!r} {what}: give 'tiny' (bundled), a folder with config.json and "
+        "model.safetensors, or a hub id like 'google/gemma-4-31B-it'"
+    )
 
 
 def _download(repo: str) -> Path:
@@ -38,9 +42,10 @@ def _download(repo: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
-    except Exception as error:  # the library raises its own, requests' and OS errors
-        reason = str(error).strip().split("\n")[0]
+    except Exception as error:  # the library raises its own, its HTTP client's and OS errors
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"could not download {repo!r} ({reason}): check the name, the network and, for gated "
-            "models, that you accepted the licence and ran `hf auth login`"
+            f"{repo!r} is no folder here, and it could not be downloaded ({reason}): check the "
+            "name, the network and, for gated models, that you accepted the licence and ran "
+            "`hf auth login`"
         ) from error

@@ -1,31 +1,35 @@
-"""safetensors -> parameters: everything is checked first, then read weight by weight."""
+"""safetensors -> parameters: everything is checked first, then read piece by piece."""
 
+import collections
 import functools
 import json
 import math
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax import lax
 from tqdm import tqdm
 
 from carat_jax.checkpoint import orbax_store
-from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, Recipe, recipes, unused
-from carat_jax.checkpoint.safetensors_file import (
-    DTYPES,
-    CheckpointError,
-    TensorInfo,
-    read_header,
-    read_into,
-)
+from carat_jax.checkpoint.errors import CheckpointError, misfit
+from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, Part, Recipe, recipes, unused
+from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_header, read_into
 from carat_jax.config import GemmaConfig
 from carat_jax.model import Params, abstract_params
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PIECE = 1 << 24  # bytes read at a time
+READERS = 3  # pieces read at once, ahead of the device
+
+Plan = dict[str, tuple[Recipe, list[TensorInfo]]]
 
 
 def load_params(path: str | Path, config: GemmaConfig, *, progress: bool = True) -> Params:
@@ -33,8 +37,8 @@ def load_params(path: str | Path, config: GemmaConfig, *, progress: bool = True)
 
     The folder holds `model.safetensors`, or shards with `model.safetensors.index.json`, or what
     `carat convert` wrote. Names may start with `model.language_model.` or `model.`; vision and
-    audio tensors and the unused K/V weights of borrowing layers are skipped. Host memory holds
-    one weight at a time.
+    audio tensors and the unused K/V weights of borrowing layers are skipped. Beside the
+    parameters themselves, host memory holds a few pieces of 16 MB.
 
     Args:
       path: the folder.
@@ -48,12 +52,10 @@ def load_params(path: str | Path, config: GemmaConfig, *, progress: bool = True)
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder")
+        raise FileNotFoundError(f"{folder} is not a folder: give the one that holds config.json")
     if orbax_store.is_store(folder):
         return orbax_store.restore(folder, abstract_params(config))
-    tensors = find_tensors(folder)
-    plan = _match(tensors, config, folder)
-    return _read(plan, tensors, config, progress)
+    return _read(_match(find_tensors(folder), config, folder), config, progress)
 
 
 def find_tensors(folder: Path) -> dict[str, TensorInfo]:
@@ -79,120 +81,177 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, TensorInfo]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} has no valid weight_map: {error!r}") from error
-    for name in shards:
-        if (
-            not isinstance(name, str)
-            or Path(name).name != name
-            or "\\" in name
-            or name in (".", "..")
-        ):
-            raise CheckpointError(f"{index} points to {name!r}, outside its own folder: refused")
-    missing = [name for name in shards if not (folder / name).is_file()]
+    weight_map = _weight_map(index)
+    shards = sorted(set(weight_map.values()))
+    missing = [name for name in shards if not os.path.isfile(folder / name)]
     if missing:
         raise CheckpointError(f"{folder} lacks the shards {', '.join(missing)}: download the rest")
     tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         for name, info in read_header(folder / shard).items():
-            if weight_map.get(name, shard) != shard or name in tensors:
-                raise CheckpointError(f"{index}: tensor {name} is in {shard} too")
+            if name in tensors or weight_map.get(name, shard) != shard:
+                raise CheckpointError(
+                    f"tensor {name} is in {shard} and, by {index}, in another shard"
+                )
             tensors[name] = info
     lost = sorted(set(weight_map) - set(tensors))
     if lost:
-        raise CheckpointError(f"{index} lists tensors that no shard holds: {', '.join(lost[:20])}")
+        raise CheckpointError(f"{index} lists tensors that no shard holds: {', '.join(lost)}")
     return tensors
 
 
-def _match(
-    tensors: Mapping[str, TensorInfo], config: GemmaConfig, folder: Path
-) -> dict[str, tuple[Recipe, list[str]]]:
-    """For each parameter its recipe and the full names of its tensors; or one error with all."""
-    prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensors), PREFIXES[0])
-    plan: dict[str, tuple[Recipe, list[str]]] = {}
-    problems: list[str] = []
-    expected = {prefix + name for name in unused(config)}
-    for path, recipe in recipes(config).items():
-        names = [prefix + part.name for part in recipe.parts]
-        plan[path] = recipe, names
-        expected.update(names)
-        for part, name in zip(recipe.parts, names, strict=True):
+def _weight_map(index: Path) -> dict[str, str]:
+    """The shard of each tensor; only plain names of safetensors files beside the index."""
+    try:
+        raw = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not valid JSON: {error}") from error
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map: download it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", shard):
+            raise CheckpointError(
+                f"{index} places {name} in {shard!r}: refused, it must be a .safetensors file in "
+                "the same folder"
+            )
+    return weight_map
+
+
+def _match(tensors: Mapping[str, TensorInfo], config: GemmaConfig, folder: Path) -> Plan:
+    """For each parameter its recipe and where its tensors lie; or one error with all that is
+    wrong."""
+    todo, skipped = recipes(config), unused(config)
+    names = {part.name for recipe in todo.values() for part in recipe.parts}
+    prefix = max(PREFIXES, key=lambda p: sum(p + name in tensors for name in names))
+    problems = []
+    plan: Plan = {}
+    for path, recipe in todo.items():
+        for part in recipe.parts:
+            name = prefix + part.name
             info = tensors.get(name)
             if info is None:
                 problems.append(f"missing {name} {list(part.shape)}")
             elif info.shape != part.shape:
-                problems.append(
-                    f"{name} has shape {list(info.shape)}, the configuration gives "
-                    f"{list(part.shape)}"
-                )
+                problems.append(f"{name} has shape {list(info.shape)}, "
+                                f"the configuration gives {list(part.shape)}")  # fmt: skip
             elif info.dtype not in DTYPES:
                 problems.append(f"{name} has dtype {info.dtype}; supported: {', '.join(DTYPES)}")
+            else:
+                plan.setdefault(path, (recipe, []))[1].append(info)
+    expected = {prefix + name for name in names | skipped}
     extra = [n for n in tensors if n not in expected and not SKIPPED.fullmatch(n)]
     problems += [f"unexpected {name} {list(tensors[name].shape)}" for name in sorted(extra)]
     if problems:
-        raise CheckpointError(
-            f"{folder} does not fit its configuration ({len(problems)} problems):\n  "
-            + "\n  ".join(problems)
-        )
+        raise misfit(folder, problems)
     return plan
 
 
-def _read(
-    plan: Mapping[str, tuple[Recipe, list[str]]],
-    tensors: Mapping[str, TensorInfo],
-    config: GemmaConfig,
-    progress: bool,
-) -> Params:
-    total = sum(tensors[name].nbytes for _, names in plan.values() for name in names)
+@dataclass(frozen=True)
+class _Piece:
+    """A block of a part's view that is one run of the file.
+
+    Attributes:
+      path, info: of the parameter and the tensor.
+      skip: bytes of the tensor before it.
+      shape: of the piece, like the part's view.
+      start: the index in the parameter where it begins.
+    """
+
+    path: str
+    info: TensorInfo
+    skip: int
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+def _read(plan: Plan, config: GemmaConfig, progress: bool) -> Params:
+    pieces = [
+        piece
+        for path, (recipe, infos) in plan.items()
+        for part, info in zip(recipe.parts, infos, strict=True)
+        for piece in _pieces(path, recipe, part, info)
+    ]
     leaves: dict[str, jax.Array] = {}
-    with (
-        ExitStack() as stack,
-        tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            desc="loading weights",
-            disable=None if progress else True,
-        ) as bar,  # fmt: skip
-    ):
-        files = {info.file for info in tensors.values()}
-        streams = {f: stack.enter_context(f.open("rb", buffering=0)) for f in files}
-        for path, (recipe, names) in plan.items():
-            dtype = DTYPES[tensors[names[0]].dtype]
-            assembled = _aligned_empty(recipe.shape, dtype)
-            for part, name in zip(recipe.parts, names, strict=True):
-                info = tensors[name]
-                if DTYPES[info.dtype] == dtype:
-                    read_into(streams[info.file], info, assembled[part.place])
-                else:  # parts of one weight in different dtypes
-                    own = np.empty(assembled[part.place].shape, DTYPES[info.dtype])
-                    read_into(streams[info.file], info, own)
-                    assembled[part.place] = own
-                bar.update(info.nbytes)
-            leaves[path] = _to_device(assembled, recipe.order, jnp.dtype(config.dtype))
-            del assembled
-    return traverse_util.unflatten_dict(leaves, sep="/")
+    with tqdm(total=sum(info.nbytes for _, infos in plan.values() for info in infos),
+              unit="B", unit_scale=True, desc="loading weights",
+              disable=None if progress else True) as bar:  # fmt: skip
+        for piece, values in zip(pieces, _read_ahead(pieces), strict=True):
+            recipe, path = plan[piece.path][0], piece.path
+            leaves[path] = _place(leaves.get(path), values, piece, recipe, jnp.dtype(config.dtype))
+            bar.update(values.nbytes)
+    return jax.block_until_ready(traverse_util.unflatten_dict(leaves, sep="/"))
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array on a 64-byte boundary, which the CPU backend takes over uncopied."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+def _pieces(path: str, recipe: Recipe, part: Part, info: TensorInfo) -> Iterator[_Piece]:
+    """Cuts a tensor along the first axis of its view whose rows are no larger than a piece.
+
+    All pieces have one size, so that one executable places them: the last begins early enough.
+    """
+    axis = 0
+    while axis < len(part.view) - 1 and _row_bytes(part.view, axis, info) > PIECE:
+        axis += 1
+    rows, row_bytes = part.view[axis], _row_bytes(part.view, axis, info)
+    count = -(-rows // max(1, PIECE // row_bytes))
+    size = -(-rows // count)
+    shape = (1,) * axis + (size, *part.view[axis + 1 :])
+    for outer in np.ndindex(part.view[:axis]):
+        for i in range(count):
+            index = (*outer, min(i * size, rows - size))
+            start = list(part.start)
+            for view_axis, at in enumerate(index):
+                start[recipe.order.index(view_axis)] += at
+            skip = int(np.ravel_multi_index(index, part.view[: axis + 1])) * row_bytes
+            yield _Piece(path, info, skip, shape, tuple(start))
 
 
-def _to_device(assembled: np.ndarray, order: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    """Copies to the device and brings into the model's layout there; waits, to free the buffer."""
-    array = jax.device_put(assembled)
-    if order or array.dtype != dtype:
-        array = _arrange(array, order or tuple(range(array.ndim)), dtype)
-    return jax.block_until_ready(array)
+def _row_bytes(view: tuple[int, ...], axis: int, info: TensorInfo) -> int:
+    return info.nbytes // math.prod(view[: axis + 1])
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _arrange(array: jax.Array, order: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    return array.transpose(order).astype(dtype)
+def _read_ahead(pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
+    """The values of the pieces, in order; the next ones are being read meanwhile."""
+    with ThreadPoolExecutor(READERS) as pool:
+        reading: collections.deque = collections.deque()
+        for piece in pieces:
+            # Allocated in this thread: each thread would keep what it allocates to itself.
+            values = np.empty(piece.shape, DTYPES[piece.info.dtype])
+            reading.append((values, pool.submit(read_into, piece.info, piece.skip, values)))
+            if len(reading) > READERS:
+                yield _done(*reading.popleft())
+        while reading:
+            yield _done(*reading.popleft())
+
+
+def _done(values: np.ndarray, read: Future) -> np.ndarray:
+    read.result()
+    return values
+
+
+def _place(
+    leaf: jax.Array | None, values: np.ndarray, piece: _Piece, recipe: Recipe, dtype: np.dtype
+) -> jax.Array:
+    """Puts a piece into its parameter, which the first one makes."""
+    block = _transposed(values, recipe.order)
+    if block.shape == recipe.shape:
+        return block.astype(dtype)
+    if leaf is None:
+        leaf = jnp.zeros(recipe.shape, dtype)
+    jax.block_until_ready(leaf)  # so that no more than two pieces wait in host memory
+    return _update(leaf, block, np.array(piece.start, np.int32))
+
+
+def _transposed(values: np.ndarray, order: tuple[int, ...]) -> jax.Array:
+    if jax.default_backend() == "cpu":  # the transfer transposes much faster than XLA does there
+        return jax.device_put(values.transpose(order))
+    return _transpose(jax.device_put(values), order)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _transpose(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return array.transpose(order)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(leaf: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(leaf, block.astype(leaf.dtype), tuple(start))

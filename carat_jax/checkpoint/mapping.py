@@ -1,8 +1,9 @@
 """Which checkpoint tensors make up each parameter, and how they lie in it.
 
-Checkpoints store every matrix output-major, [out, in]. A parameter is first assembled in that
-order (its `Recipe.shape`), which makes each tensor a few contiguous runs of it, and then
-transposed on the device by `Recipe.order`.
+Checkpoints store every matrix output-major, [out, in]; the model's are input-major and some are
+several tensors merged. A tensor is looked at in its own order with the parameter's axes
+(`Part.view`), so that any run of its first axis is one run of the file; transposed by
+`Recipe.order`, it is a block of the parameter that begins at `Part.start`.
 """
 
 import re
@@ -24,12 +25,14 @@ class Part:
     Attributes:
       name: in the checkpoint, without prefix.
       shape: in the checkpoint.
-      place: the index of the assembled array that it fills.
+      view: the same values with the axes of the parameter, before `Recipe.order`.
+      start: the index in the parameter where they begin.
     """
 
     name: str
     shape: tuple[int, ...]
-    place: tuple[slice | int, ...] = ()
+    view: tuple[int, ...]
+    start: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,14 @@ class Recipe:
     """How to make one parameter.
 
     Attributes:
-      parts: the tensors.
-      shape: of the assembled array.
-      order: the transposition from there to the model's layout; () = none.
+      parts: the tensors; together they fill it.
+      shape: of the parameter.
+      order: the transposition from a part's view to the parameter's layout.
     """
 
     parts: tuple[Part, ...]
     shape: tuple[int, ...]
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...]
 
 
 def recipes(config: GemmaConfig) -> dict[str, Recipe]:
@@ -68,11 +71,15 @@ def unused(config: GemmaConfig) -> frozenset[str]:
 
 def _one(
     name: str,
-    file_shape: tuple[int, ...],
-    shape: tuple[int, ...] | None = None,
-    order: tuple[int, ...] = (),
+    shape: tuple[int, ...],
+    view: tuple[int, ...] | None = None,
+    order: tuple[int, ...] | None = None,
 ) -> Recipe:
-    return Recipe((Part(name, file_shape),), shape or file_shape, order)
+    """A parameter that is one tensor."""
+    view = shape if view is None else view
+    order = tuple(range(len(view))) if order is None else order
+    part = Part(name, shape, view, (0,) * len(view))
+    return Recipe((part,), tuple(view[axis] for axis in order), order)
 
 
 def _model(c: GemmaConfig) -> Iterator[tuple[str, Recipe]]:
@@ -80,10 +87,10 @@ def _model(c: GemmaConfig) -> Iterator[tuple[str, Recipe]]:
     yield "embed_tokens", _one("embed_tokens.weight", (V, D))
     yield "norm", _one("norm.weight", (D,))
     if P := c.hidden_size_per_layer_input:
-        L = c.num_hidden_layers
+        L, rows = c.num_hidden_layers, c.vocab_size_per_layer_input
         yield (
             "embed_tokens_per_layer",
-            _one("embed_tokens_per_layer.weight", (V, L * P), (V, L, P)),
+            _one("embed_tokens_per_layer.weight", (rows, L * P), (rows, L, P)),
         )
         yield (
             "per_layer_model_projection",
@@ -100,10 +107,10 @@ def _layer(c: GemmaConfig, s: LayerSpec) -> Iterator[tuple[str, Recipe]]:
     yield "layer_scalar", _one(f"{prefix}layer_scalar", (1,))
     yield from _attention(c, s, f"{prefix}self_attn.")
     gate_up = tuple(
-        Part(f"{prefix}mlp.{name}_proj.weight", (F, D), (i,))
+        Part(f"{prefix}mlp.{name}_proj.weight", (F, D), (F, 1, D), (0, i, 0))
         for i, name in enumerate(("gate", "up"))
     )
-    yield "mlp/gate_up", Recipe(gate_up, (2, F, D), (2, 0, 1))
+    yield "mlp/gate_up", Recipe(gate_up, (D, 2, F), (2, 1, 0))
     yield "mlp/down", _one(f"{prefix}mlp.down_proj.weight", (D, F), order=(1, 0))
     if P := c.hidden_size_per_layer_input:
         for name, shape in (("per_layer_input_gate", (P, D)), ("per_layer_projection", (D, P))):
@@ -116,13 +123,14 @@ def _layer(c: GemmaConfig, s: LayerSpec) -> Iterator[tuple[str, Recipe]]:
 
 def _attention(c: GemmaConfig, s: LayerSpec, prefix: str) -> Iterator[tuple[str, Recipe]]:
     D, K, G, H = c.hidden_size, s.num_kv_heads, s.group, s.head_dim
-    parts = [Part(f"{prefix}q_proj.weight", (K * G * H, D), (slice(None), slice(G)))]
+    parts = [Part(f"{prefix}q_proj.weight", (K * G * H, D), (K, G, H, D), (0, 0, 0, 0))]
     if s.owns_kv:
         for i, name in enumerate(("k_proj",) if s.shared_projection else ("k_proj", "v_proj")):
-            parts.append(Part(f"{prefix}{name}.weight", (K * H, D), (slice(None), G + i)))
+            start = (0, 0, G + i, 0)
+            parts.append(Part(f"{prefix}{name}.weight", (K * H, D), (K, 1, H, D), start))
         yield "attention/k_norm", _one(f"{prefix}k_norm.weight", (H,))
     width = G + len(parts) - 1
-    yield "attention/qkv", Recipe(tuple(parts), (K, width, H, D), (3, 0, 1, 2))
+    yield "attention/qkv", Recipe(tuple(parts), (D, K, width, H), (3, 0, 1, 2))
     o = f"{prefix}o_proj.weight"
     yield "attention/o", _one(o, (D, K * G * H), (D, K, G, H), (1, 2, 3, 0))
     yield "attention/q_norm", _one(f"{prefix}q_norm.weight", (H,))

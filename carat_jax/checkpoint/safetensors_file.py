@@ -1,8 +1,8 @@
-"""Reading safetensors straight into arrays that already exist.
+"""Reading safetensors piece by piece into arrays that already exist.
 
-The `safetensors` library maps files into memory and returns new arrays; here a tensor is read
-with plain file reads into its place inside a merged weight, so no second copy of the model ever
-lives in host memory. The header is checked in full before anything is read.
+The `safetensors` library maps a file into memory and returns whole tensors; here any run of
+bytes of a tensor is read with plain file reads, so that host memory holds only the pieces under
+way. The header is checked in full before anything is read.
 """
 
 import json
@@ -10,19 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import ml_dtypes
 import numpy as np
+
+from carat_jax.checkpoint.errors import CheckpointError
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own library
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2,
           "I16": 2, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message lists everything wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -46,33 +43,50 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
       CheckpointError: truncated file, malformed header, tensors that overlap, leave gaps, lie
         outside the file or disagree with their own shape.
     """
-
-    def bad(why: str) -> CheckpointError:
-        return CheckpointError(f"{file}: {why}: the file is damaged, download or copy it again")
-
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER, size - 8):
-            raise bad(f"a header of {length:,} bytes in a file of {size:,}")
+            raise _damaged(file, f"a header of {length:,} bytes in a file of {size:,}")
         try:
-            header = json.loads(stream.read(length), object_pairs_hook=_no_duplicates)
+            text = stream.read(length).decode("utf-8")
+            header = json.loads(text, object_pairs_hook=_no_duplicates)
         except (ValueError, RecursionError) as error:
-            raise bad(f"the header is not valid JSON ({error})") from error
+            raise _damaged(file, f"the header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
-        raise bad("the header is not a JSON object")
+        raise _damaged(file, "the header is not a JSON object")
     header.pop("__metadata__", None)
     start = 8 + length
-    tensors = {name: _tensor(file, name, entry, start, bad) for name, entry in header.items()}
+    tensors = {name: _tensor(file, name, entry, start) for name, entry in header.items()}
     end = start
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset != end:
-            raise bad(f"tensor {name} starts at byte {info.offset:,}, the one before ends at "
-                      f"{end:,}")  # fmt: skip
+            raise _damaged(file, f"tensor {name} starts at byte {info.offset:,}, "
+                                 f"the one before ends at {end:,}")  # fmt: skip
         end += info.nbytes
     if end != size:
-        raise bad(f"the tensors end at byte {end:,}, the file at {size:,}")
+        raise _damaged(file, f"the tensors end at byte {end:,}, the file at {size:,}")
     return tensors
+
+
+def read_into(info: TensorInfo, skip: int, destination: np.ndarray) -> None:
+    """Fills a contiguous array with bytes of a tensor, from its byte `skip` on.
+
+    Raises:
+      CheckpointError: the file ended early.
+    """
+    view = memoryview(destination.reshape(-1).view(np.uint8))
+    with info.file.open("rb", buffering=0) as stream:
+        stream.seek(info.offset + skip)
+        while view:
+            count = stream.readinto(view)
+            if not count:
+                raise _damaged(info.file, "it ended early")
+            view = view[count:]
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file}: {why}: the file is damaged, download or copy it again")
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -82,44 +96,21 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return result
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
-
-
-def _tensor(file: Path, name: str, entry: object, start: int, bad) -> TensorInfo:
+def _tensor(file: Path, name: str, entry: object, start: int) -> TensorInfo:
     fields = entry if isinstance(entry, Mapping) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if dtype not in _SIZES:
-        raise bad(f"tensor {name} has dtype {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in _SIZES:
+        raise _damaged(file, f"tensor {name} has dtype {dtype!r}")
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise bad(f"tensor {name} has shape {shape!r}")
+        raise _damaged(file, f"tensor {name} has shape {shape!r}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise bad(f"tensor {name} has data_offsets {offsets!r}")
+        raise _damaged(file, f"tensor {name} has data_offsets {offsets!r}")
     info = TensorInfo(file, dtype, tuple(shape), start + offsets[0])
     if offsets[1] - offsets[0] != info.nbytes:
-        raise bad(f"tensor {name} {dtype}{shape} needs {info.nbytes:,} bytes, its offsets give "
-                  f"{offsets[1] - offsets[0]:,}")  # fmt: skip
+        raise _damaged(file, f"tensor {name} {dtype}{shape} does not fit into "
+                             f"its data_offsets {offsets}")  # fmt: skip
     return info
 
 
-def read_into(stream: BinaryIO, info: TensorInfo, destination: np.ndarray) -> None:
-    """Reads a tensor, in file order, into an array or strided view of the same dtype and size.
-
-    Raises:
-      CheckpointError: the file ended early.
-    """
-    stream.seek(info.offset)
-    _fill(stream, info, destination)
-
-
-def _fill(stream: BinaryIO, info: TensorInfo, destination: np.ndarray) -> None:
-    if not destination.flags.c_contiguous:
-        for part in destination:
-            _fill(stream, info, part)
-        return
-    view = memoryview(destination.reshape(-1).view(np.uint8))
-    while view:
-        count = stream.readinto(view[: 1 << 30])
-        if not count:
-            raise CheckpointError(f"{info.file}: the file ended early, download or copy it again")
-        view = view[count:]
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**62

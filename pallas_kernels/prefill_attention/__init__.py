@@ -49,8 +49,10 @@ def prefill_attention(
     check_form(k, q_rotated, k_rotated)
     T, S = q.shape[1], v.shape[2]
     if window is not None and (window < 1 or S < T or k is None):
-        raise ValueError(f"window {window} over {S} keys for {T} queries: a windowed chunk takes "
-                         "plain keys, at least as many as queries, and a window >= 1")  # fmt: skip
+        raise ValueError(
+            f"window {window} over {S} keys for {T} queries: a windowed chunk takes "
+            "plain keys, at least as many as queries, and a window >= 1"
+        )
     return dispatch.run(
         IMPLEMENTATIONS,
         implementation,

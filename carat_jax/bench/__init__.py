@@ -1,0 +1,11 @@
+"""Benchmarks: each prints its measurement beside the floor that the hardware sets.
+
+A benchmark is a module with `add_arguments(parser)`, `run(args) -> dict` (what --json writes)
+and `table(result) -> str`.
+"""
+
+from types import ModuleType
+
+from carat_jax.bench import decode, prefill
+
+BENCHMARKS: dict[str, ModuleType] = {"decode": decode, "prefill": prefill}

@@ -1,0 +1,183 @@
+"""Time of a decode step of a published shape with random weights, against its floor.
+
+The floor: every weight the step uses (a mixture reads only the experts its rows visit), the
+rings and the live global keys and values, each read once at the device's measured bandwidth.
+"""
+
+import argparse
+import math
+import re
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from carat_jax import generate, memory
+from carat_jax.bench import random_model, report
+from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.kv_state import KVState, init_state
+from carat_jax.model import Params, forward, head
+from carat_jax.options import GenerateOptions
+
+STEPS, REPEATS, WARM_UP = 32, 7, 3
+PROMPT = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `carat bench decode`."""
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        choices=list(PRESETS),
+        default=["31b"],
+        metavar="SIZE",
+        help=f"one or more of {', '.join(PRESETS)} (default 31b)",
+    )
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="rows (default 1 8)")
+    parser.add_argument("--context", type=int, default=8192, help="tokens behind (default 8192)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures every (size, batch); see `table` for the fields."""
+    rows = []
+    for name in args.config:
+        config, params = random_model.make(name, args.dtype)
+        seconds, logits = _first_token(params, config)
+        # Decoding must agree with prefilling, or its time means nothing.
+        error = jnp.linalg.norm(_stepped_logits(params, config) - logits)
+        shared = {
+            "config": name,
+            "first_token_s": round(seconds, 2),
+            "decode_vs_prefill": float(f"{error / jnp.linalg.norm(logits):.2e}"),
+        }
+        for batch in args.batch:
+            rows.append(shared | _measure(params, config, batch, args.context))
+        del params
+        jax.clear_caches()
+    return {"benchmark": "decode", "environment": report.environment(), "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """One line for each (size, batch)."""
+    columns = {
+        "config": "config",
+        "batch": "batch",
+        "context": "context",
+        "ms": "ms/step",
+        "floor_ms": "floor ms",
+        "ratio": "× floor",
+        "gb_per_s": "GB/s",
+        "tokens_per_s": "tokens/s",
+        "compile_s": "compile s",
+        "first_token_s": "first token s",
+        "peak_gb": "peak GB",
+        "large_copies": "copies > 1 MiB",
+        "decode_vs_prefill": "rel. error",
+    }
+    return report.table(
+        list(columns.values()), [[row[key] for key in columns] for row in result["rows"]]
+    )
+
+
+def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> dict[str, Any]:
+    steps = min(STEPS, context // 2)
+    kv = random_model.used_state(config, batch, context, context - steps)
+    tokens = jnp.asarray(random_model.random_ids(config, batch, 1)[:, 0])
+    options = GenerateOptions(max_new_tokens=2**30)
+    state = generate.DecodeState(
+        kv=kv,
+        token=tokens,
+        generated=jnp.zeros_like(tokens),
+        finish=jnp.zeros_like(tokens),
+        controls=generate.Controls.of(options, generate.row_keys(0, batch)),
+    )
+    stopped = jnp.zeros((batch,), bool)
+    lowered = generate.decode.lower(
+        params, config, state, jnp.int32(steps), stopped, size=generate.DECODE_STEPS
+    )
+    begin = time.perf_counter()
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - begin
+    times = []
+    for _ in range(WARM_UP + REPEATS):
+        rewound = state.kv.replace(length=jnp.full((batch,), context - steps, jnp.int32))
+        state = jax.block_until_ready(state.replace(kv=rewound))
+        begin = time.perf_counter()
+        out, state = compiled(params, state, jnp.int32(steps), stopped)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - begin) / steps)
+    if not (np.asarray(out.num_tokens) == steps).all():
+        raise RuntimeError("a row ended early: the logits are not finite")
+    seconds = statistics.median(times[WARM_UP:])
+    read = memory.step_bytes(config, batch, context)
+    bandwidth = report.read_bandwidth()
+    floor = read.floor_s(bandwidth) if bandwidth else None
+    peak = report.peak_memory()
+    return {
+        "batch": batch,
+        "context": context,
+        "ms": round(seconds * 1e3, 3),
+        "ms_min": round(min(times[WARM_UP:]) * 1e3, 3),
+        "ms_max": round(max(times[WARM_UP:]) * 1e3, 3),
+        "floor_ms": report.rounded(floor and floor * 1e3, 3),
+        "ratio": report.rounded(floor and seconds / floor, 3),
+        "gb_per_s": round(read.total / seconds / 1e9),
+        "tokens_per_s": round(batch / seconds, 1),
+        "weights_bytes": read.weights + read.experts,
+        "kv_bytes": read.kv,
+        "compile_s": round(compile_s, 1),
+        "peak_gb": report.rounded(peak and peak / 1e9, 2),
+        "large_copies": len(large_copies(compiled.as_text())),
+    }
+
+
+def large_copies(hlo: str, at_least: int = 1 << 20) -> list[str]:
+    """Instructions of optimised HLO that copy or transpose an array of `at_least` bytes.
+
+    A decode step should have none: not of a cache, not of a weight.
+    """
+    sizes = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
+    pattern = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|transpose)\(")
+    return [
+        match.string.strip()
+        for line in hlo.splitlines()
+        if (match := pattern.search(line))
+        and sizes.get(match[1], 1) * math.prod(map(int, match[2].split(","))) >= at_least
+    ]
+
+
+def _first_token(params: Params, config: GemmaConfig) -> tuple[float, jax.Array]:
+    """Seconds from having the weights to the first token of a short prompt, with tracing and
+    compiling (or reading the compilation cache); and the logits it was chosen from, [V]."""
+    begin = time.perf_counter()
+    last, state = _prefill(params, config, PROMPT)
+    controls = generate.Controls.of(GenerateOptions(), generate.row_keys(0, 1))
+    first, state = generate.begin(params, config, last, state, controls)
+    jax.device_get(first)
+    return time.perf_counter() - begin, _head(params, config, _prefill(params, config, PROMPT)[0])[
+        0
+    ]
+
+
+def _prefill(params: Params, config: GemmaConfig, length: int) -> tuple[jax.Array, KVState]:
+    """Feeds the first `length` of PROMPT tokens, padded to PROMPT."""
+    state = init_state(config, 1, generate.MIN_CAPACITY)
+    last = jnp.zeros((1, config.hidden_size), jnp.dtype(config.dtype))
+    tokens = random_model.random_ids(config, 1, PROMPT)
+    new = jnp.asarray([length], jnp.int32)
+    return generate.prefill_chunk(params, config, tokens, state, new, last)
+
+
+def _stepped_logits(params: Params, config: GemmaConfig) -> jax.Array:
+    """[V] at the last of PROMPT tokens, all but it prefilled and it decoded."""
+    _, state = _prefill(params, config, PROMPT - 1)
+    token = random_model.random_ids(config, 1, PROMPT)[:, -1:]
+    return _forward(params, config, token, state)[0][0, 0]
+
+
+_head = jax.jit(head, static_argnums=1)
+_forward = jax.jit(forward, static_argnums=1, donate_argnums=3)

@@ -1,0 +1,40 @@
+"""A model of a published shape with random weights and a state that looks used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from carat_jax.config import GemmaConfig
+from carat_jax.kv_state import KVState, init_state
+from carat_jax.model import Params, init_params
+
+
+def make(name: str, dtype: str) -> tuple[GemmaConfig, Params]:
+    """The preset `name` and random weights, on the device."""
+    import dataclasses
+
+    config = dataclasses.replace(GemmaConfig.preset(name), dtype=dtype)
+    return config, jax.block_until_ready(init_params(config, jax.random.key(0)))
+
+
+def used_state(config: GemmaConfig, batch: int, max_context: int, length: int) -> KVState:
+    """A state with random keys and values in every slot, `length` tokens behind each row."""
+    state = init_state(config, batch, max_context)
+    leaves, tree = jax.tree.flatten(state.layers)
+    filled = []
+    for i, leaf in enumerate(leaves):
+        filled.append(_normal(leaf, i))
+    return KVState(
+        layers=jax.tree.unflatten(tree, filled), length=jnp.full((batch,), length, jnp.int32)
+    )
+
+
+@jax.jit
+def _normal(leaf: jax.Array, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
+
+
+def random_ids(config: GemmaConfig, batch: int, count: int, seed: int = 0) -> np.ndarray:
+    """int32 [batch, count], below the vocabulary size."""
+    draw = np.random.default_rng(seed)
+    return draw.integers(0, config.vocab_size, (batch, count), np.int32)

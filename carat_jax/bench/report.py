@@ -1,0 +1,67 @@
+"""What every benchmark reports besides its own numbers, and how it lays out a table."""
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from carat_jax.memory import READ_BANDWIDTH
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, date and (in a git checkout) the commit."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+    }
+
+
+def read_bandwidth() -> float | None:
+    """Bytes per second that this device reads, measured before; None for an unknown device."""
+    return READ_BANDWIDTH.get(jax.devices()[0].device_kind)
+
+
+def peak_memory() -> int | None:
+    """Most bytes of device memory in use so far; None where the backend does not count."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Right-aligned columns; None prints as "–"."""
+    cells = [list(columns)] + [["–" if c is None else str(c) for c in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    """round() that lets None pass."""
+    return None if value is None else round(value, digits)
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,309 @@
+"""The `carat` command: generate, chat, info, convert, bench."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from carat_jax import checkpoint, compilation_cache, gemma, memory
+from carat_jax.bench import BENCHMARKS, report
+from carat_jax.checkpoint.convert import convert
+from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.kv_state import state_bytes
+from carat_jax.model import num_params, param_bytes
+
+ERROR, INTERRUPTED = 1, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status. Expected errors print one line, no traceback."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        sys.stderr.close()
+        return ERROR
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"carat: {error}", file=sys.stderr)
+        return ERROR
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(
+            "carat: the device is out of memory: choose a smaller model, batch or context "
+            "(`carat info MODEL` shows what each takes)",
+            file=sys.stderr,
+        )
+        return ERROR
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="carat",
+        description="Gemma 4 in JAX.",
+        epilog="examples:\n"
+        '  carat generate "def "                     continue text with the bundled model\n'
+        "  carat chat --model google/gemma-4-E2B-it  talk to a model from the hub\n"
+        "  carat info 31b                            sizes, memory and bandwidth floor\n"
+        "  carat convert FOLDER CONVERTED            a checkpoint that loads faster\n"
+        "  carat bench decode --config 31b           time of a decode step on this device\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_info(commands)
+    _add_convert(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continues a prompt and prints it as it comes.",
+    )
+    parser.add_argument("prompt", help='the text to continue; "-" reads it from standard input')
+    _add_model(parser)
+    _add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.set_defaults(run=_generate)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="Talks to a model, one line a turn; an empty line or end of file ends it.",
+    )
+    _add_model(parser)
+    _add_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--thinking", action="store_true", help="let the model think first")
+    parser.set_defaults(run=_chat)
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="sizes, memory and bandwidth floor of a model",
+        description="Shows what a model is and what it takes. Nothing is loaded.",
+    )
+    parser.add_argument("model", help="e2b, e4b, 12b, 26b-a4b, 31b, tiny, a folder, or a hub id")
+    parser.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_info)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="safetensors to a checkpoint that loads faster",
+        description="Writes an Orbax checkpoint in the engine's own layout; "
+        "--model takes it like any folder.",
+    )
+    parser.add_argument("source", help="tiny, a folder, or a hub id")
+    parser.add_argument("destination", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: as the source")
+    parser.set_defaults(run=_convert)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure this device against its floor",
+        description="Measures with random weights of the real shapes.",
+    )
+    names = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
+    for name, module in BENCHMARKS.items():
+        text = module.__doc__.split("\n")[0]
+        sub = names.add_parser(name, help=text, description=text)
+        module.add_arguments(sub)
+        sub.add_argument("--json", type=Path, metavar="FILE", help="write the result as JSON")
+        sub.set_defaults(run=_bench, module=module)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="tiny",
+        metavar="MODEL",
+        help='"tiny" (bundled, the default), a folder, or a hub id',
+    )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and continuation (default: the model's maximum)",
+    )
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float32"], help="default: the checkpoint's"
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (defaults: the checkpoint's own)")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 = most likely token")
+    group.add_argument("--top-k", type=int, metavar="K", help="0 = all")
+    group.add_argument("--top-p", type=float, metavar="P", help="in (0, 1]")
+    group.add_argument("--min-p", type=float, metavar="P", help="in [0, 1]")
+    group.add_argument("--seed", type=int, metavar="N", help="default 0: the same text every time")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _load(args: argparse.Namespace) -> gemma.Gemma:
+    return gemma.load(args.model, max_context=args.max_context, dtype=args.dtype)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    model = _load(args)
+    if args.json:
+        print(json.dumps(dataclasses.asdict(model.generate(prompt, **_options(args)))))
+        return
+    pieces = model.stream(prompt, **_options(args))
+    sys.stdout.write(prompt)
+    _print_stream(pieces)
+
+
+def _print_stream(pieces: Any) -> Any:
+    """Prints text as it comes; returns the whole generation."""
+    generation = None
+    for piece in pieces:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        generation = piece.generation
+    print()
+    if generation.finish_reason == "non_finite":
+        raise ValueError(
+            f"the logits of token {generation.non_finite_step} hold NaN or Inf: the "
+            "weights are damaged, or overflow in this dtype"
+        )
+    return generation
+
+
+def _chat(args: argparse.Namespace) -> None:
+    model = _load(args)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not text.strip():
+            return
+        messages.append({"role": "user", "content": text})
+        if args.thinking:
+            reply = model.chat(messages, thinking=True, **_options(args))
+            if reply.thinking:
+                print(f"[thinking] {reply.thinking}\n")
+            print(reply.text)
+        else:
+            ids = model.chat_prompt(messages)
+            reply = _print_stream(model.stream(ids, **_options(args)))
+        messages.append({"role": "assistant", "content": reply.text})
+
+
+def _info(args: argparse.Namespace) -> None:
+    if args.model.lower() in PRESETS:
+        config = GemmaConfig.preset(args.model)
+    else:
+        config = GemmaConfig.from_json(checkpoint.resolve(args.model))
+    device = jax.devices()[0]
+    bandwidth = memory.READ_BANDWIDTH.get(device.device_kind)
+    contexts = []
+    for context in (8192, 32768, 131_072, 262_144):
+        if context > config.max_position_embeddings:
+            continue
+        read = memory.step_bytes(config, args.batch, context)
+        contexts.append(
+            {
+                "context": context,
+                "state_bytes": state_bytes(config, args.batch, context),
+                "total_bytes": memory.memory_estimate(config, args.batch, context),
+                "read_bytes_per_step": read.total,
+                "floor_ms": 1e3 * read.floor_s(bandwidth) if bandwidth else None,
+            }
+        )
+    info = {
+        "model": args.model,
+        "parameters": num_params(config),
+        "weight_bytes": param_bytes(config),
+        "batch": args.batch,
+        "device": device.device_kind,
+        "read_bandwidth": bandwidth,
+        "contexts": contexts,
+        "config": dataclasses.asdict(config),
+    }
+    print(json.dumps(info) if args.json else _info_text(info))
+
+
+def _info_text(info: dict[str, Any]) -> str:
+    c = info["config"]
+    full = c["layer_types"].count("full_attention")
+    lines = [
+        f"{info['model']}: {info['parameters']:,} parameters, {c['dtype']}, "
+        f"{info['weight_bytes'] / 1e9:.2f} GB of weights",
+        f"  layers        {c['num_hidden_layers']} ({c['num_hidden_layers'] - full} sliding with a "
+        f"window of {c['sliding_window']}, {full} global)",
+        f"  hidden size   {c['hidden_size']}, MLP {c['intermediate_size']}, "
+        f"vocabulary {c['vocab_size']:,}",
+        f"  heads         {c['num_attention_heads']} query, {c['num_key_value_heads']} KV × "
+        f"{c['head_dim']} sliding, {c['num_global_key_value_heads']} KV × "
+        f"{c['global_head_dim']} global",
+    ]
+    if c["num_experts"]:
+        lines.append(f"  experts       {c['num_experts']}, {c['top_k_experts']} for each token")
+    if not info["contexts"]:
+        lines.append(f"  context       up to {c['max_position_embeddings']:,}")
+        return "\n".join(lines)
+    floor = "floor ms/step" if info["read_bandwidth"] else f"floor (no figure for {info['device']})"
+    rows = [
+        (
+            f"{row['context']:,}",
+            f"{row['state_bytes'] / 1e9:.2f}",
+            f"{row['total_bytes'] / 1e9:.2f}",
+            f"{row['read_bytes_per_step'] / 1e9:.2f}",
+            None if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
+        )
+        for row in info["contexts"]
+    ]
+    columns = ("context", "KV state GB", "weights + state GB", "read GB/step", floor)
+    return "\n".join([*lines, f"\nbatch {info['batch']}:", report.table(columns, rows)])
+
+
+def _convert(args: argparse.Namespace) -> None:
+    convert(checkpoint.resolve(args.source), args.destination, dtype=args.dtype)
+    print(f"wrote {args.destination}: carat generate … --model {args.destination}")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    compilation_cache.enable()
+    result = args.module.run(args)
+    print(args.module.table(result))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

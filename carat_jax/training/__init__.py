@@ -1,0 +1,1 @@
+"""Training with optax: the bundled model (`python -m carat_jax.training.tiny`)."""

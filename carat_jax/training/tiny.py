@@ -1,0 +1,272 @@
+"""Trains the bundled model from nothing but a Python installation:
+
+    python -m carat_jax.training.tiny --out DIR
+
+The text is the installation's standard library (`carat_jax.training.corpus` says what of it and
+under which licence), the tokenizer is made from it first, and the model is Gemma 4 31B's
+architecture in small. DIR gets what `carat.load` reads (`config.json`, `generation_config.json`,
+`tokenizer.json`, `model.safetensors`), `training_log.json` and `training_curve.png`.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+from flax import traverse_util
+from tqdm import tqdm
+
+from carat_jax.chat import ChatFormat
+from carat_jax.config import GemmaConfig
+from carat_jax.model import Params, init_params, num_params
+from carat_jax.training.corpus import (
+    Corpus,
+    Definition,
+    definitions,
+    read_corpus,
+    shuffled,
+    standard_library,
+)
+from carat_jax.training.export import save_weights
+from carat_jax.training.loop import Point, Trained, TrainingOptions, train, window_losses
+from carat_jax.training.token_stream import Windows, held_out_windows, token_stream
+from carat_jax.training.tokenizer_training import train_tokenizer
+
+# What 31B has, in small: 5 local layers to a global one, twice as many query heads as local KV
+# heads and several times as many as global ones, global heads twice as wide.
+CONFIG = GemmaConfig(
+    vocab_size=4096,
+    hidden_size=160,
+    intermediate_size=320,
+    num_hidden_layers=12,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_global_key_value_heads=1,
+    head_dim=32,
+    global_head_dim=64,
+    sliding_window=128,
+    layer_types=("sliding_attention",) * 5 + ("full_attention",)
+    + ("sliding_attention",) * 5 + ("full_attention",),
+    attention_k_eq_v=True,
+    max_position_embeddings=8192,
+)  # fmt: skip
+
+GENERATION_CONFIG = {
+    "bos_token_id": 2,
+    "pad_token_id": 0,
+    "eos_token_id": [1, 106, 50],
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 40,
+    "top_p": 0.95,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line; see the module's docstring."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        options = TrainingOptions(
+            seconds=given.seconds,
+            batch=given.batch,
+            window=given.window,
+            learning_rate=given.learning_rate,
+            weight_decay=given.weight_decay,
+        )
+        corpus = read_corpus(given.corpus)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    run(corpus, options, given.out)
+
+
+def run(
+    corpus: Corpus, options: TrainingOptions, out: Path, config: GemmaConfig = CONFIG
+) -> dict[str, Any]:
+    """From text to a checkpoint folder; returns the log, see `_log`."""
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    print("tokenizer …", flush=True)
+    tokenizer = train_tokenizer(corpus.training.values(), config.vocab_size)
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
+    stream = token_stream(tokenizer, documents(corpus.training.values()), options.window)
+    held_out, paths = held_out_windows(tokenizer, corpus.held_out, options.window)
+
+    # CPUs have no bfloat16 products worth using.
+    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    compute = dataclasses.replace(config, dtype=dtype)
+    print(f"compiling for {jax.devices()[0].device_kind} …", flush=True)
+    with tqdm(
+        total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
+    ) as bar:
+
+        def report(gone: float, point: Point) -> None:
+            bar.set_postfix(step=point.step, loss=f"{point.loss:.3f}", refresh=False)
+            bar.update(math.floor(100 * gone) - bar.n)
+
+        params = initial_params(compute, options.seed)
+        trained = train(params, compute, options, stream, held_out, report)
+
+    save_weights(out / "model.safetensors", trained.params, config)
+    _write_json(out / "config.json", config.to_dict())
+    _write_json(out / "generation_config.json", GENERATION_CONFIG)
+    losses = np.asarray(window_losses(trained.params, config, held_out))
+    log = {
+        "corpus": corpus.describe() | {"training_tokens": int(stream.tokens.size)},
+        "model": {"parameters": num_params(config), "vocab_size": config.vocab_size},
+        "options": dataclasses.asdict(options),
+        **_environment(),
+        **_timing(trained, options, time.perf_counter() - began),
+        "held_out": _held_out(losses, held_out, paths, corpus),
+        "curve": [_rounded(point) for point in trained.curve],
+    }
+    _write_json(out / "training_log.json", log)
+    _plot(out / "training_curve.png", log)
+    print(f"held-out loss {log['held_out']['loss']:.3f} nats per token, "
+          f"{log['held_out']['bits_per_byte']:.3f} bits per byte")  # fmt: skip
+    return log
+
+
+def documents(sources: Iterable[str]) -> list[str]:
+    """What the model learns from, shuffled: whole files, definitions alone, and chats.
+
+    A chat asks for what the docstring of a definition says and is answered by the definition.
+    """
+    texts: list[str] = []
+    for source in sources:
+        found = definitions(source)
+        texts.append(f"<bos>{source}<eos>")
+        texts += [f"<bos>{definition.text}<eos>" for definition in found]
+        texts += [f"{_chat(definition)}<eos>" for definition in found if definition.summary]
+    return shuffled(texts)
+
+
+def initial_params(config: GemmaConfig, seed: int) -> Params:
+    """Random float32 weights from which training starts.
+
+    As `init_params`, but for two norms: those of the queries give attention scores a variance of
+    one (the scale of scores is 1.0), and those after each branch keep the residual stream from
+    growing with depth.
+    """
+    config = dataclasses.replace(config, dtype="float32")
+    flat = traverse_util.flatten_dict(init_params(config, jax.random.key(seed)), sep="/")
+    for path, leaf in flat.items():
+        name = path.rsplit("/", 1)[-1]
+        if name == "q_norm":
+            flat[path] = leaf * leaf.size**-0.5
+        elif name in ("post_attention_layernorm", "post_feedforward_layernorm"):
+            flat[path] = leaf * (2 * config.num_hidden_layers) ** -0.5
+    return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def _chat(definition: Definition) -> str:
+    """As `Gemma.chat` puts it: the prompt, `<bos>` included, then the reply and its end."""
+    prompt = ChatFormat(empty_thought=True).render(
+        [{"role": "user", "content": definition.summary}]
+    )
+    return prompt + definition.text.rstrip() + "<turn|>\n"
+
+
+def _environment() -> dict[str, Any]:
+    """Where it ran; nothing that tells of a person or a folder."""
+    try:
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+        commit = git.stdout.strip() or None
+    except OSError:
+        commit = None
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "tokenizers": tokenizers.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+    }
+
+
+def _timing(trained: Trained, options: TrainingOptions, wall_seconds: float) -> dict[str, Any]:
+    tokens = trained.steps * options.batch * options.window
+    return {
+        "steps": trained.steps,
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / trained.seconds),
+        "compile_seconds": round(trained.compile_seconds, 1),
+        "wall_seconds": round(wall_seconds, 1),
+    }
+
+
+def _held_out(
+    losses: np.ndarray, windows: Windows, paths: list[str], corpus: Corpus
+) -> dict[str, Any]:
+    """What the saved weights, bfloat16, reach on held-out text, as a whole and file by file."""
+    counts = np.asarray(windows.counts)
+    files = {}
+    for path in dict.fromkeys(paths):
+        own = np.array(paths) == path
+        files[path] = round(float(losses[own].sum() / counts[own].sum()), 4)
+    num_bytes = sum(len(text.encode()) for text in corpus.held_out.values())
+    return {
+        "loss": round(float(losses.sum() / counts.sum()), 4),
+        "bits_per_byte": round(float(losses.sum() / math.log(2) / num_bytes), 4),
+        "tokens": int(counts.sum()),
+        "window": windows.tokens.shape[1] - 1,
+        "files": files,
+    }
+
+
+def _rounded(point: Point) -> dict[str, float | int]:
+    fields = {k: v for k, v in dataclasses.asdict(point).items() if v is not None}
+    return {k: v if isinstance(v, int) else round(v, 4) for k, v in fields.items()}
+
+
+def _plot(file: Path, log: dict[str, Any]) -> None:
+    from matplotlib.figure import Figure  # slow to import, and needed once
+
+    curve = log["curve"]
+    measured = [p for p in curve if "held_out_loss" in p]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([p["step"] for p in curve], [p["loss"] for p in curve], label="training")
+    axes.plot([p["step"] for p in measured], [p["held_out_loss"] for p in measured],
+              marker="o", markersize=3, label="held-out files")  # fmt: skip
+    axes.set(xlabel="step", ylabel="loss (nats per token)", ylim=(0, None),
+             title=f"{log['model']['parameters'] / 1e6:.1f} M parameters, {log['device']}, "
+                   f"{log['tokens_per_second']:,} tokens/s")  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m carat_jax.training.tiny",
+        description="Train the bundled model on the Python standard library's sources.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model and the log")
+    parser.add_argument("--corpus", type=Path, default=standard_library(),
+                        help="folder of .py files, like lib/python3.12")  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=360.0, help="of training proper")
+    parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
+    parser.add_argument("--window", type=int, default=1024, help="tokens in a sequence")
+    parser.add_argument("--learning-rate", type=float, default=TrainingOptions.learning_rate)
+    parser.add_argument("--weight-decay", type=float, default=TrainingOptions.weight_decay)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

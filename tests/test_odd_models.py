@@ -1,0 +1,105 @@
+"""Models of unusual shapes against float64: windows, layer patterns, head groups, experts."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import float64_reference
+import jax
+import numpy as np
+import pytest
+from fixture_models import step
+from random_checkpoints import FULL, SLIDING, config_json, write
+
+from carat_jax.checkpoint.loading import load_params
+from carat_jax.config import GemmaConfig
+from carat_jax.kv_state import init_state
+from carat_jax.model import Params
+
+MODELS = {
+    # A window that is no multiple of anything, half of a global head turning, no soft cap.
+    "window_37": config_json(
+        layer_types=[SLIDING, FULL, SLIDING, SLIDING, FULL],
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        rope_partial=0.5,
+        final_logit_softcapping=None,
+    ),
+    # Layers that borrow a compact cache, per-layer inputs, one KV head for all queries.
+    "borrowed_compact": config_json(
+        layer_types=[SLIDING, FULL, FULL, SLIDING, FULL],
+        attention_k_eq_v=True,
+        num_key_value_heads=1,
+        num_global_key_value_heads=1,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=10,
+        vocab_size_per_layer_input=96,
+        sliding_window=64,
+    ),
+    # Every head its own keys, plain caches, whole global heads turning, a window of one.
+    "window_1": config_json(
+        layer_types=[SLIDING, FULL, SLIDING, FULL],
+        num_key_value_heads=6,
+        rope_partial=1.0,
+        sliding_window=1,
+    ),
+    "ten_experts": config_json(
+        layer_types=[SLIDING, SLIDING, FULL],
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=10,
+        top_k_experts=4,
+        moe_intermediate_size=14,
+        rope_partial=0.3,
+        sliding_window=65,
+    ),
+}
+each_odd_model = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS]
+)
+IDS = np.random.default_rng(7).integers(0, 96, 210).astype(np.int32)
+
+
+@functools.cache
+def loaded(name: str) -> tuple[GemmaConfig, Params, np.ndarray]:
+    """Configuration, weights, and the exact logits [210, V]."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = write(Path(folder), MODELS[name])
+        config = GemmaConfig.from_json(folder)
+        params = jax.block_until_ready(load_params(folder, config, progress=False))
+    return config, params, float64_reference.run(MODELS[name], tensors, IDS).logits
+
+
+def fed(name: str, pieces: list[int], slack: int = 63) -> np.ndarray:
+    """Logits [1, T, V] of IDS fed in pieces, so many tokens each."""
+    config, params, _ = loaded(name)
+    state, out, start = init_state(config, 1, 256, slack=slack), [], 0
+    for size in pieces:
+        logits, state = step(params, config, IDS[None, start : start + size], state)
+        out.append(np.asarray(logits[0]))
+        start += size
+    return np.concatenate(out)
+
+
+@each_odd_model
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [210],  # one chunk longer than the ring
+        [17, 17, 17, 17, 17, 17, 17] + [7] * 13,  # short chunks, then verify steps
+    ],
+    ids=["one_chunk", "chunks_and_steps"],
+)
+def test_the_logits_are_those_of_float64(name, pieces):
+    logits = fed(name, pieces)
+    exact = loaded(name)[2]
+    assert np.abs(logits - exact).max() < 1e-3
+
+
+def test_a_ring_without_slack_takes_as_many_tokens_as_its_rounding_leaves():
+    """Window 37 in 64 slots: up to 28 positions fit a step, and 16 run as one."""
+    pieces = [20] * 5 + [16] * 6
+    exact = loaded("window_37")[2]
+    assert np.abs(fed("window_37", pieces, slack=0) - exact[: sum(pieces)]).max() < 1e-3
