@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from flax import traverse_util
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from carat_jax.chat import ChatFormat
 from carat_jax.config import GemmaConfig
-from carat_jax.model import Params, init_params, num_params
+from carat_jax.model import Params, abstract_params, num_params
 from carat_jax.training.corpus import (
     Corpus,
     Definition,
@@ -92,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(
     corpus: Corpus, options: TrainingOptions, out: Path, config: GemmaConfig = CONFIG
 ) -> dict[str, Any]:
-    """From text to a checkpoint folder; returns the log, see `_log`."""
+    """From text to a checkpoint folder `out`; returns what `training_log.json` says."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     print("tokenizer …", flush=True)
@@ -151,21 +152,32 @@ def documents(sources: Iterable[str]) -> list[str]:
 
 
 def initial_params(config: GemmaConfig, seed: int) -> Params:
-    """Random float32 weights from which training starts.
+    """Random float32 weights from which a dense model's training starts; the same on every device.
 
-    As `init_params`, but for two norms: those of the queries give attention scores a variance of
-    one (the scale of scores is 1.0), and those after each branch keep the residual stream from
-    growing with depth.
+    Matrices are normal with variance one over the widths they sum over. Norms and scalars are one,
+    but for two: those of the queries give attention scores a variance of one (their scale is 1.0),
+    and those after each branch keep the residual stream from growing with depth.
     """
-    config = dataclasses.replace(config, dtype="float32")
-    flat = traverse_util.flatten_dict(init_params(config, jax.random.key(seed)), sep="/")
-    for path, leaf in flat.items():
-        name = path.rsplit("/", 1)[-1]
-        if name == "q_norm":
-            flat[path] = leaf * leaf.size**-0.5
-        elif name in ("post_attention_layernorm", "post_feedforward_layernorm"):
-            flat[path] = leaf * (2 * config.num_hidden_layers) ** -0.5
-    return traverse_util.unflatten_dict(flat, sep="/")
+    rng = np.random.default_rng(seed)
+
+    def leaf(path: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
+        match path[-1]:
+            case "q_norm":
+                value = np.full(shape, shape[0] ** -0.5)
+            case "post_attention_layernorm" | "post_feedforward_layernorm":
+                value = np.full(shape, (2 * config.num_hidden_layers) ** -0.5)
+            case "embed_tokens":
+                value = rng.standard_normal(shape) * shape[-1] ** -0.5
+            case "o":  # [K, G, H, D]
+                value = rng.standard_normal(shape) * math.prod(shape[:-1]) ** -0.5
+            case _ if len(shape) > 1:
+                value = rng.standard_normal(shape) * shape[0] ** -0.5
+            case _:
+                value = np.ones(shape)
+        return jnp.asarray(value, jnp.float32)
+
+    flat = traverse_util.flatten_dict(abstract_params(config))
+    return traverse_util.unflatten_dict({p: leaf(p, a.shape) for p, a in sorted(flat.items())})
 
 
 def _chat(definition: Definition) -> str:
