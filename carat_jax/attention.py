@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from carat_jax import kv_state, rope
 from carat_jax.config import GemmaConfig, LayerSpec
@@ -148,11 +149,14 @@ class Attention(nn.Module):
         if step.decode:
             kv = kv_state.append(kv, step.length, k=new.k, v=new.v)
             return Keys(k=kv.k, v=kv.v), kv
-        # A chunk may be longer than the ring: attend to the past and the chunk, then store.
-        chunk = RingKV(k=new.k, v=new.v)
+        # A chunk may be longer than the ring: attend to the past and the chunk, then store. The
+        # barriers keep XLA from gathering every layer's past at the start and storing every
+        # layer's chunk at the end, which would hold them all in memory at once.
+        chunk, kv = lax.optimization_barrier((RingKV(k=new.k, v=new.v), kv))
         past = kv_state.ring_past(kv, step.length, kv_state.round_up(self.spec.window - 1))
         both = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), past, chunk)
         kv = kv_state.fill_ring(kv, chunk, step.length, step.new)
+        both, kv = lax.optimization_barrier((both, kv))
         return Keys(k=both.k, v=both.v), kv
 
     def _attend(self, q: jax.Array, keys: Keys, angles: tuple, step: Step) -> jax.Array:

@@ -351,9 +351,9 @@ class _Run:
         for b, row in enumerate(self.rows):
             before = len(row.tokens)
             for i in range(int(out.num_tokens[b])):
-                row.add(out, b, i)
-                if row.finish_reason is not None:
+                if row.finish_reason is not None:  # a stop string, maybe of an earlier call
                     break
+                row.add(out, b, i)
             reason = int(out.finish[b])
             if row.finish_reason is None and reason != generate.RUNNING:
                 row.end(FINISH_REASONS[reason])
@@ -440,10 +440,10 @@ def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:
     if isinstance(prompt, str):
         return True
     if hasattr(prompt, "ndim"):
-        return prompt.ndim == 1
+        return prompt.ndim < 2
     if not isinstance(prompt, Sequence):
         raise ValueError(f"prompt is a {type(prompt).__name__}: give a string, ids, or a list")
-    return not prompt or not (isinstance(prompt[0], str | Sequence) or hasattr(prompt[0], "ndim"))
+    return not prompt or not (isinstance(prompt[0], str | Sequence) or getattr(prompt[0], "ndim", 0))
 
 
 def _until_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -129,7 +129,10 @@ def max_decode_tokens(state: KVState, config: GemmaConfig) -> int | None:
 
 
 def append(kv: LayerKV, length: jax.Array, **new: jax.Array | None) -> LayerKV:
-    """Writes T new positions of a layer; out of range positions are dropped.
+    """Writes T new positions of a layer; positions out of range are dropped.
+
+    A ring takes T <= R - W + 1 this way (rows that turn out to be rejected destroy nothing then);
+    `fill_ring` is for longer chunks.
 
     Args:
       kv: RingKV or GlobalKV.
@@ -139,20 +142,39 @@ def append(kv: LayerKV, length: jax.Array, **new: jax.Array | None) -> LayerKV:
     Returns:
       kv with the rows written: the same type, to be donated through.
     """
-    B, K, T, _ = new["v"].shape
-    slot = length[:, None] + jnp.arange(T)
+    slot = length[:, None] + jnp.arange(new["v"].shape[2])
     if isinstance(kv, RingKV):
         slot %= kv.v.shape[2]
+    return _write(kv, slot, new)
+
+
+def fill_ring(ring: RingKV, chunk: RingKV, length: jax.Array, new: jax.Array) -> RingKV:
+    """Writes the newest positions of a chunk of any length.
+
+    Args:
+      ring: k, v [B, K, R, H].
+      chunk: k, v [B, K, T, H], the chunk's first position at `length`.
+      length: int32 [B], positions before the chunk.
+      new: int32 [B], how many rows of the chunk are real; the rest is padding, not written.
+    """
+    t, R = jnp.arange(chunk.v.shape[2]), ring.v.shape[2]
+    stays = (t < new[:, None]) & (t >= new[:, None] - R)
+    slot = jnp.where(stays, (length[:, None] + t) % R, R + t)  # past the end: dropped
+    return _write(ring, slot, {"k": chunk.k, "v": chunk.v})
+
+
+def _write(kv: LayerKV, slot: jax.Array, rows: dict[str, jax.Array | None]) -> LayerKV:
+    """Puts rows[name][:, :, t] into slot[:, t] of each field; slots past the end are dropped."""
+    B, K = kv.v.shape[:2]
     b, k = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-
-    def write(cache: jax.Array | None, rows: jax.Array | None) -> jax.Array | None:
-        if cache is None or rows is None:
-            return cache
-        return cache.at[b, k, slot[:, None]].set(
-            rows.astype(cache.dtype), mode="drop", unique_indices=True
-        )
-
-    return kv.replace(**{name: write(getattr(kv, name), rows) for name, rows in new.items()})
+    written = {
+        name: getattr(kv, name)
+        .at[b, k, slot[:, None]]
+        .set(new.astype(kv.v.dtype), mode="drop", unique_indices=True)
+        for name, new in rows.items()
+        if new is not None
+    }
+    return kv.replace(**written)
 
 
 def ring_past(ring: RingKV, length: jax.Array, past: int) -> RingKV:
@@ -162,26 +184,3 @@ def ring_past(ring: RingKV, length: jax.Array, past: int) -> RingKV:
     """
     slot = (length[:, None] - past + jnp.arange(past)) % ring.v.shape[2]
     return jax.tree.map(lambda x: jnp.take_along_axis(x, slot[:, None, :, None], axis=2), ring)
-
-
-def fill_ring(ring: RingKV, chunk: RingKV, length: jax.Array, new: jax.Array) -> RingKV:
-    """Puts the newest positions of a chunk of any length into the ring.
-
-    Args:
-      ring: k, v [B, K, R, H].
-      chunk: k, v [B, K, T, H], the chunk's first position at `length`.
-      length: int32 [B], positions before the chunk.
-      new: int32 [B], how many rows of the chunk are real; the rest is padding, not written.
-    """
-    R = ring.v.shape[2]
-    newest = (length + new - 1)[:, None]
-    position = newest - (newest - jnp.arange(R)) % R  # [B, R] what each slot holds afterwards
-    index = position - length[:, None]  # row of the chunk; negative: the slot keeps its own
-    keep = (index < 0)[:, None, :, None]
-    index = jnp.maximum(index, 0)[:, None, :, None]
-
-    def fill(old: jax.Array, rows: jax.Array) -> jax.Array:
-        taken = jnp.take_along_axis(rows, index, axis=2)
-        return jnp.where(keep, old, taken.astype(old.dtype))
-
-    return jax.tree.map(fill, ring, chunk)

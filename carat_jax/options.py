@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import numbers
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +74,7 @@ class GenerateOptions:
             return cls(stop_token_ids=(1,))
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
             raise OptionError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise OptionError(f"{path} holds a {type(raw).__name__}, not a JSON object")
@@ -85,8 +84,8 @@ class GenerateOptions:
             "suppress_tokens": raw.get("suppress_tokens") or (),
         }
         if raw.get("do_sample"):
-            given["temperature"] = raw.get("temperature", 1.0)
-            for name in ("top_k", "top_p", "min_p"):
+            given["temperature"] = 1.0
+            for name in ("temperature", "top_k", "top_p", "min_p"):
                 if raw.get(name) is not None:
                     given[name] = raw[name]
         try:
@@ -123,12 +122,14 @@ def _is_int(value: Any) -> bool:
 
 
 def _as_tuple(name: str, value: Any) -> tuple:
-    if value is None:
+    if value is None and name != "seed":
         return ()
     if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, Sequence) and not hasattr(value, "__array__"):
-        raise OptionError(f"{name} = {value!r}: give a list")
+        return (value,)
+    if hasattr(value, "__array__"):  # of NumPy or JAX: plain numbers can be hashed and compared
+        value = value.tolist()
+    if not isinstance(value, Sequence):
+        raise OptionError(f"{name} = {value!r}: give {'an integer or ' * (name == 'seed')}a list")
     return tuple(value)
 
 
@@ -137,35 +138,30 @@ def _check(o: GenerateOptions) -> None:
         value = getattr(o, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise OptionError(f"{name} = {value!r}: it must be a number")
-        value = float(value)
-        if math.isnan(value) or not low <= value <= high or (open_low and value == low):
-            bracket = "(" if open_low else "["
-            limit = (
-                f"at least {low:g} and finite"
-                if high == _LARGEST
-                else (f"in {bracket}{low:g}, {high:g}]")
-            )
-            raise OptionError(f"{name} = {value:g}: it must be {limit}")
+        if not low <= value <= high or (open_low and value == low):  # NaN is in no range
+            interval = f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+            limit = f"at least {low:g} and finite" if high == _LARGEST else interval
+            raise OptionError(f"{name} = {value}: it must be {limit}")
 
     number("temperature", 0.0, _LARGEST)
     number("top_p", 0.0, 1.0, open_low=True)
     number("min_p", 0.0, 1.0)
     for name, low in (("max_new_tokens", 1), ("top_k", 0)):
         value = getattr(o, name)
-        if not _is_int(value) or not low <= int(value) < 2**31:
-            raise OptionError(f"{name} = {value!r}: it must be an integer of at least {low}")
+        if not _is_int(value) or not low <= value < 2**31:
+            raise OptionError(f"{name} = {value!r}: it must be an integer in [{low}, 2**31)")
     for seed in o.seed if isinstance(o.seed, tuple) else (o.seed,):
-        if not _is_int(seed) or not 0 <= int(seed) < 2**32:
+        if not _is_int(seed) or not 0 <= seed < 2**32:
             raise OptionError(f"seed = {seed!r}: it must be an integer in [0, 2**32)")
     for text in o.stop:
         if not isinstance(text, str) or not text:
             raise OptionError(f"stop has {text!r}: it takes strings that are not empty")
     for name in ("stop_token_ids", "suppress_tokens"):
         for token in getattr(o, name):
-            if not _is_int(token) or not 0 <= int(token) < 2**31:
+            if not _is_int(token) or not 0 <= token < 2**31:
                 raise OptionError(f"{name} has {token!r}: it takes token ids, from 0 on")
     if not isinstance(o.logprobs, bool) and not (
-        _is_int(o.logprobs) and 0 <= int(o.logprobs) <= MAX_TOP_LOGPROBS
+        _is_int(o.logprobs) and 0 <= o.logprobs <= MAX_TOP_LOGPROBS
     ):
         raise OptionError(
             f"logprobs = {o.logprobs!r}: True, False, or how many alternatives, "

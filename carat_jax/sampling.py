@@ -39,7 +39,8 @@ def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """
     V = logits.shape[-1]
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    z = logits / temperature[:, None]
+    # From the largest down, so that no temperature is small enough to overflow.
+    z = (logits - logits.max(axis=-1, keepdims=True)) / temperature[:, None]
     ordered = -jnp.sort(-z, axis=-1)  # descending
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, V), V)
     kth = jnp.take_along_axis(ordered, k[:, None] - 1, axis=-1)

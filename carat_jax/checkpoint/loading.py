@@ -2,11 +2,12 @@
 
 import collections
 import functools
+import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from carat_jax.model import Params, abstract_params
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PIECE = 1 << 24  # bytes read at a time
 READERS = 3  # pieces read at once, ahead of the device
+SMALL = 1 << 20  # bytes of a parameter that is not worth the compilations of the device's way
 
 Plan = dict[str, tuple[Recipe, list[TensorInfo]]]
 
@@ -164,6 +166,14 @@ class _Piece:
     shape: tuple[int, ...]
     start: tuple[int, ...]
 
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.info.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def _read(plan: Plan, config: GemmaConfig, progress: bool) -> Params:
     pieces = [
@@ -173,13 +183,11 @@ def _read(plan: Plan, config: GemmaConfig, progress: bool) -> Params:
         for piece in _pieces(path, recipe, part, info)
     ]
     leaves: dict[str, jax.Array] = {}
-    with tqdm(total=sum(info.nbytes for _, infos in plan.values() for info in infos),
-              unit="B", unit_scale=True, desc="loading weights",
-              disable=None if progress else True) as bar:  # fmt: skip
-        for piece, values in zip(pieces, _read_ahead(pieces), strict=True):
-            recipe, path = plan[piece.path][0], piece.path
-            leaves[path] = _place(leaves.get(path), values, piece, recipe, jnp.dtype(config.dtype))
-            bar.update(values.nbytes)
+    with tqdm(total=sum(piece.nbytes for piece in pieces), unit="B", unit_scale=True,
+              desc="loading weights", disable=None if progress else True) as bar:  # fmt: skip
+        blocks = _read_ahead(pieces, bar)
+        for path, own in itertools.groupby(blocks, lambda block: block[0].path):
+            leaves[path] = _assemble(plan[path][0], own, jnp.dtype(config.dtype))
     return jax.block_until_ready(traverse_util.unflatten_dict(leaves, sep="/"))
 
 
@@ -209,36 +217,44 @@ def _row_bytes(view: tuple[int, ...], axis: int, info: TensorInfo) -> int:
     return info.nbytes // math.prod(view[: axis + 1])
 
 
-def _read_ahead(pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
-    """The values of the pieces, in order; the next ones are being read meanwhile."""
+def _read_ahead(pieces: Sequence[_Piece], bar: tqdm) -> Iterator[tuple[_Piece, np.ndarray]]:
+    """The pieces, in order, with their values; the next ones are being read meanwhile."""
+    reading: collections.deque[tuple[_Piece, np.ndarray, Future]] = collections.deque()
+
+    def first() -> tuple[_Piece, np.ndarray]:
+        piece, values, read = reading.popleft()
+        read.result()  # raises what the reading raised
+        bar.update(piece.nbytes)
+        return piece, values
+
     with ThreadPoolExecutor(READERS) as pool:
-        reading: collections.deque = collections.deque()
         for piece in pieces:
             # Allocated in this thread: each thread would keep what it allocates to itself.
-            values = np.empty(piece.shape, DTYPES[piece.info.dtype])
-            reading.append((values, pool.submit(read_into, piece.info, piece.skip, values)))
+            values = np.empty(piece.shape, piece.dtype)
+            reading.append((piece, values, pool.submit(read_into, piece.info, piece.skip, values)))
             if len(reading) > READERS:
-                yield _done(*reading.popleft())
+                yield first()
         while reading:
-            yield _done(*reading.popleft())
+            yield first()
 
 
-def _done(values: np.ndarray, read: Future) -> np.ndarray:
-    read.result()
-    return values
-
-
-def _place(
-    leaf: jax.Array | None, values: np.ndarray, piece: _Piece, recipe: Recipe, dtype: np.dtype
+def _assemble(
+    recipe: Recipe, blocks: Iterable[tuple[_Piece, np.ndarray]], dtype: np.dtype
 ) -> jax.Array:
-    """Puts a piece into its parameter, which the first one makes."""
-    block = _transposed(values, recipe.order)
-    if block.shape == recipe.shape:
-        return block.astype(dtype)
-    if leaf is None:
-        leaf = jnp.zeros(recipe.shape, dtype)
-    jax.block_until_ready(leaf)  # so that no more than two pieces wait in host memory
-    return _update(leaf, block, np.array(piece.start, np.int32))
+    """One parameter from its pieces: in host memory if it is small, else in place on the device."""
+    if math.prod(recipe.shape) * dtype.itemsize <= SMALL:
+        host = np.empty(recipe.shape, dtype)
+        for piece, values in blocks:
+            block = values.transpose(recipe.order)
+            ends = np.add(piece.start, block.shape)
+            host[tuple(map(slice, piece.start, ends))] = block
+        return jax.device_put(host)
+    leaf = jnp.zeros(recipe.shape, dtype)
+    for piece, values in blocks:
+        block = _transposed(values, recipe.order)
+        jax.block_until_ready(leaf)  # so that no more than two pieces wait for the device
+        leaf = _update(leaf, block, np.array(piece.start, np.int32))
+    return leaf
 
 
 def _transposed(values: np.ndarray, order: tuple[int, ...]) -> jax.Array:

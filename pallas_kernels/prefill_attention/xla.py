@@ -76,6 +76,8 @@ def _blockwise(q, k, v, length, q_rotated, k_rotated):
         jnp.zeros((B, K, M), jnp.float32),
         jnp.zeros((B, K, M, H), jnp.float32),
     )
+    # Without the barrier XLA makes the zeros of every layer beforehand and keeps them all.
+    q, start = lax.optimization_barrier((q, start))
     _, total, out = lax.fori_loop(0, blocks, body, start)
     return from_rows((out / total[..., None]).astype(v.dtype), T)
 
