@@ -169,12 +169,14 @@ class Gemma:
         """
         ids = self.chat_prompt(messages, thinking=thinking, tools=tools)
         reply = self.generate(ids, **options)
-        thought, answer = split_thinking(self._need_tokenizer("chat"), reply.tokens)
+        tokenizer, asked = self._need_tokenizer("chat"), self.options.replace(**options)
+        hidden = asked.stop_token_ids
+        shown = [t for t in reply.tokens if t < tokenizer.vocab_size and t not in hidden]
+        thought, answer = split_thinking(tokenizer, shown)
         if thought is None:
             return reply
-        stops = self.options.replace(**options).stop
         return dataclasses.replace(
-            reply, thinking=_until_stop(thought, stops), text=_until_stop(answer, stops)
+            reply, thinking=_until_stop(thought, asked.stop), text=_until_stop(answer, asked.stop)
         )
 
     def chat_prompt(
@@ -443,7 +445,8 @@ def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:
         return prompt.ndim < 2
     if not isinstance(prompt, Sequence):
         raise ValueError(f"prompt is a {type(prompt).__name__}: give a string, ids, or a list")
-    return not prompt or not (isinstance(prompt[0], str | Sequence) or getattr(prompt[0], "ndim", 0))
+    first = prompt[0] if len(prompt) else None
+    return not (isinstance(first, str | Sequence) or getattr(first, "ndim", 0))
 
 
 def _until_stop(text: str, stops: tuple[str, ...]) -> str:

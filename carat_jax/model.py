@@ -84,7 +84,8 @@ class Gemma4(nn.Module):
         self.layers = [Block(c, spec) for spec in c.layers]
         if c.hidden_size_per_layer_input:
             L, P = c.num_hidden_layers, c.hidden_size_per_layer_input
-            self.embed_tokens_per_layer = weight(self, "embed_tokens_per_layer", (V, L, P), c)
+            rows = (c.vocab_size_per_layer_input, L, P)
+            self.embed_tokens_per_layer = weight(self, "embed_tokens_per_layer", rows, c)
             self.per_layer_model_projection = weight(
                 self, "per_layer_model_projection", (D, L, P), c
             )
@@ -218,15 +219,21 @@ def forward(
     return head(params, config, hidden), state
 
 
-@functools.cache
 def abstract_params(config: GemmaConfig) -> Params:
     """The parameter tree as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
+    return traverse_util.unflatten_dict(_param_shapes(config), sep="/")
+
+
+@functools.cache
+def _param_shapes(config: GemmaConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """By path ("layers_0/mlp/down"). Cached: tracing the larger models takes seconds."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(key: jax.Array, tokens: jax.Array) -> Any:
         return Gemma4(config).init(key, tokens, None, Step.of(config, None, tokens, None, None))
 
-    return jax.eval_shape(init, jax.random.key(0), tokens)["params"]
+    shapes = jax.eval_shape(init, jax.random.key(0), tokens)["params"]
+    return traverse_util.flatten_dict(shapes, sep="/")
 
 
 def init_params(config: GemmaConfig, key: jax.Array) -> Params:
@@ -235,10 +242,9 @@ def init_params(config: GemmaConfig, key: jax.Array) -> Params:
     Norm weights, layer and router scales are one; matrices are normal with variance one over
     the width they sum over.
     """
-    flat = traverse_util.flatten_dict(abstract_params(config), sep="/")
     leaves = {
         path: _init_leaf(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, _fan_in(path, leaf))
-        for i, (path, leaf) in enumerate(flat.items())
+        for i, (path, leaf) in enumerate(_param_shapes(config).items())
     }
     return traverse_util.unflatten_dict(leaves, sep="/")
 
@@ -265,10 +271,10 @@ def _init_leaf(key: jax.Array, shape: tuple[int, ...], dtype: Any, fan_in: int |
 
 def param_bytes(config: GemmaConfig) -> int:
     """Bytes of the weights, exactly."""
-    leaves = jax.tree.leaves(abstract_params(config))
+    leaves = _param_shapes(config).values()
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def num_params(config: GemmaConfig) -> int:
     """Weights that the model uses (what a checkpoint holds beyond them is not counted)."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
+    return sum(math.prod(leaf.shape) for leaf in _param_shapes(config).values())

@@ -209,7 +209,9 @@ class _Model:
         gate_up = self.weight(f"{name}experts.gate_up_proj")  # [E, 2F, D]
         down = self.weight(f"{name}experts.down_proj")  # [E, D, F]
         y = np.zeros_like(x)
-        for t, e in np.ndindex(index.shape):
-            gate, up = np.split(cast(gate_up[index[t, e]] @ x[t]), 2)
-            y[t] += cast(down[index[t, e]] @ cast(cast(gelu(gate)) * up)) * share[t, e]
+        for e in np.unique(index):
+            t, place = np.nonzero(index == e)  # the tokens that visit this expert
+            gate, up = np.split(cast(x[t] @ gate_up[e].T), 2, axis=-1)
+            visited = cast(cast(cast(gelu(gate)) * up) @ down[e].T)
+            y[t] += visited * share[t, place, None]
         return cast(y)

@@ -47,7 +47,7 @@ CONFIG = GemmaConfig(
     layer_types=(FULL,),
     hidden_size_per_layer_input=2,
     vocab_size_per_layer_input=SIZE,
-    max_position_embeddings=256,
+    max_position_embeddings=512,
     dtype="float32",
 )
 

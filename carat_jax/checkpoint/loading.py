@@ -27,7 +27,7 @@ from carat_jax.config import GemmaConfig
 from carat_jax.model import Params, abstract_params
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-PIECE = 1 << 24  # bytes read at a time
+PIECE = 1 << 23  # bytes read at a time
 READERS = 3  # pieces read at once, ahead of the device
 SMALL = 1 << 20  # bytes of a parameter that is not worth the compilations of the device's way
 
@@ -40,7 +40,7 @@ def load_params(path: str | Path, config: GemmaConfig, *, progress: bool = True)
     The folder holds `model.safetensors`, or shards with `model.safetensors.index.json`, or what
     `carat convert` wrote. Names may start with `model.language_model.` or `model.`; vision and
     audio tensors and the unused K/V weights of borrowing layers are skipped. Beside the
-    parameters themselves, host memory holds a few pieces of 16 MB.
+    parameters themselves, host memory holds a few pieces of 8 MB.
 
     Args:
       path: the folder.

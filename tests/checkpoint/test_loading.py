@@ -365,6 +365,11 @@ def test_a_tensor_in_two_shards(tmp_path):
 
 def test_a_tensor_that_its_shard_lacks(tmp_path):
     weight_map = write_sharded(tmp_path, DENSE)
+    name, shard = next(iter(weight_map.items()))
+    other = next(other for other in weight_map.values() if other != shard)
+    write_index(tmp_path, weight_map | {name: other})
+    message = refusal(tmp_path)
+    assert name in message and shard in message
     write_index(tmp_path, weight_map | {"model.extra": next(iter(weight_map.values()))})
     assert "model.extra" in refusal(tmp_path)
 

@@ -5,6 +5,7 @@ slot, and everything a row must not read is filled with values near the largest 
 expected result comes from the history in float64, so it knows nothing of slots.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -113,18 +114,19 @@ def history(heads: Heads, dtype: str, length: Sequence[int], T: int, seed: int =
     B, positions = len(length), max(length) + T
     K, H, P = heads.K, heads.H, heads.P
 
-    def normal(*shape: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype), np.float32)
+    def normal(*shape: int, deviation: float = 1.0) -> np.ndarray:
+        return rounded(rng.standard_normal(shape) * deviation, dtype)
 
-    def queries(width: int) -> np.ndarray:
-        x = normal(B, T, K * heads.G, width) * np.float32(3 / np.sqrt(H + P))
-        return np.asarray(jnp.asarray(x, dtype), np.float32)
-
+    spread = 3 / np.sqrt(H + P)
+    q, q_rotated = (normal(B, T, K * heads.G, width, deviation=spread) for width in (H, P))
     v = normal(B, K, positions, H)
     k = v if P else normal(B, K, positions, H)
-    return History(
-        dtype, np.asarray(length), queries(H), queries(P), k, normal(B, K, positions, P), v
-    )
+    return History(dtype, np.asarray(length), q, q_rotated, k, normal(B, K, positions, P), v)
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """x rounded to `dtype`, in float32."""
+    return x.astype(jnp.dtype(dtype)).astype(np.float32)
 
 
 def garbage(shape: tuple[int, ...]) -> np.ndarray:
@@ -139,6 +141,16 @@ def blank(shape: tuple[int, ...]) -> np.ndarray:
 
 
 Fill = Callable[[tuple[int, ...]], np.ndarray]
+
+
+def jitted(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The op under jit; on CPU, where each program runs once or twice, compiled without haste to
+    make it fast.
+    """
+    quick = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+    static = set(inspect.signature(op).parameters) & {"window", "implementation"}
+    on_cpu = jax.default_backend() == "cpu"
+    return jax.jit(op, static_argnames=static, compiler_options=quick if on_cpu else None)
 
 
 def call(
@@ -178,8 +190,7 @@ def assert_accurate(
         limit = 1e-5 * scale
     else:
         limit = 2.0**-8 * (np.abs(out) + scale) + 1e-5 * scale
-        rounded = np.asarray(jnp.asarray(out, dtype), np.float64)
-        rms, least = (np.sqrt(np.mean(x**2)) for x in (error, rounded - out))
+        rms, least = (np.sqrt(np.mean(x**2)) for x in (error, rounded(out, dtype) - out))
         assert rms <= 1.5 * least, f"rms error {rms:.3g}, that of the final rounding {least:.3g}"
     worst = np.unravel_index(np.argmax(error / limit), error.shape)
     assert (error <= limit).all(), (

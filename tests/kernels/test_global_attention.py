@@ -14,6 +14,7 @@ from attention_cases import (
     call,
     garbage,
     history,
+    jitted,
 )
 
 from pallas_kernels import global_attention
@@ -22,7 +23,7 @@ from pallas_kernels.global_attention import IMPLEMENTATIONS
 S = 320
 COMPACT, PLAIN = GLOBAL[0], GLOBAL[-1]
 
-op = jax.jit(global_attention, static_argnames="implementation")
+op = jitted(global_attention)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 both_forms = pytest.mark.parametrize("heads", [COMPACT, PLAIN], ids=["compact", "plain"])
 
