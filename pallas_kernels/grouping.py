@@ -44,18 +44,25 @@ def attend(scores: jax.Array, mask: jax.Array, v: jax.Array) -> jax.Array:
     return product("bkms,bksh->bkmh", p.astype(v.dtype), v).astype(v.dtype)
 
 
-def check(q: jax.Array, v: jax.Array, length: jax.Array, **same_rows: jax.Array | None) -> None:
-    """Refuses shapes that no implementation could mean.
-
-    Args:
-      q: [B, T, N, H].
-      v: [B, K, S, H].
-      length: [B].
-      **same_rows: further caches [B, K, S, any], by name; None is skipped.
+def check(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array,
+    length: jax.Array,
+    q_rotated: jax.Array | None = None,
+    k_rotated: jax.Array | None = None,
+) -> None:
+    """Refuses inputs that no implementation could mean. Shapes as in `global_attention`.
 
     Raises:
-      ValueError: naming the arrays and their shapes.
+      ValueError: naming the arrays and their shapes; also unless exactly one of the two forms of
+        cache is given.
     """
+    compact = k_rotated is not None
+    if (q_rotated is not None) != compact or (k is not None) == compact:
+        raise ValueError(
+            "give either k (plain cache), or q_rotated and k_rotated (compact cache) with k=None"
+        )
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape} must be [B, T, N, H] and v {v.shape} [B, K, S, H]")
     B, T, N, H = q.shape
@@ -66,6 +73,12 @@ def check(q: jax.Array, v: jax.Array, length: jax.Array, **same_rows: jax.Array 
         )
     if length.shape != (B,) or not jnp.issubdtype(length.dtype, jnp.integer):
         raise ValueError(f"length {length.shape} {length.dtype} must be integer [B] = [{B}]")
-    for name, cache in same_rows.items():
-        if cache is not None and cache.shape[:3] != v.shape[:3]:
-            raise ValueError(f"{name} {cache.shape} and v {v.shape} must agree in [B, K, S]")
+    if k is not None and k.shape != v.shape:
+        raise ValueError(f"k {k.shape} and v {v.shape} must have the same shape")
+    if compact and (k_rotated.ndim != 4 or k_rotated.shape[:3] != v.shape[:3]):
+        raise ValueError(f"k_rotated {k_rotated.shape} and v {v.shape} must agree in [B, K, S]")
+    if compact and q_rotated.shape != (B, T, N, k_rotated.shape[3]):
+        raise ValueError(
+            f"q_rotated {q_rotated.shape} must agree with q {q.shape} in [B, T, N] and with "
+            f"k_rotated {k_rotated.shape} in P"
+        )

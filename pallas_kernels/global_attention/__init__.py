@@ -43,8 +43,7 @@ def global_attention(
       ValueError: shapes that do not fit, both forms or neither given, unknown implementation.
       Unsupported: the named implementation cannot take these shapes.
     """
-    check(q, v, length, k=k, k_rotated=k_rotated)
-    check_form(k, q_rotated, k_rotated)
+    check(q, k, v, length, q_rotated, k_rotated)
     return dispatch.run(
         IMPLEMENTATIONS,
         implementation,
@@ -55,14 +54,3 @@ def global_attention(
         q_rotated=q_rotated,
         k_rotated=k_rotated,
     )
-
-
-def check_form(
-    k: jax.Array | None, q_rotated: jax.Array | None, k_rotated: jax.Array | None
-) -> None:
-    """Raises ValueError unless exactly one of the two forms of cache is given."""
-    compact = k_rotated is not None
-    if (q_rotated is not None) != compact or (k is not None) == compact:
-        raise ValueError(
-            "give either k (plain cache), or q_rotated and k_rotated (compact cache) with k=None"
-        )

@@ -3,7 +3,6 @@
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.global_attention import check_form
 from pallas_kernels.grouping import check
 from pallas_kernels.prefill_attention import xla
 
@@ -45,8 +44,7 @@ def prefill_attention(
       ValueError: shapes that do not fit, both forms or neither given, unknown implementation.
       Unsupported: the named implementation cannot take these shapes.
     """
-    check(q, v, length, k=k, k_rotated=k_rotated)
-    check_form(k, q_rotated, k_rotated)
+    check(q, k, v, length, q_rotated, k_rotated)
     T, S = q.shape[1], v.shape[2]
     if window is not None and (window < 1 or S < T or k is None):
         raise ValueError(

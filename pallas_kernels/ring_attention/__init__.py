@@ -38,7 +38,7 @@ def ring_attention(
       ValueError: shapes that do not fit, a ring too small for T, an unknown implementation.
       Unsupported: the named implementation cannot take these shapes.
     """
-    check(q, v, length, k=k)
+    check(q, k, v, length)
     T, R = q.shape[1], v.shape[2]
     if window < 1 or window + T - 1 > R:
         raise ValueError(
