@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         args.run(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # the shell's prompt goes on a line of its own
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at exit
         return ERROR
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"carat: {error}", file=sys.stderr)
@@ -52,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="carat",
-        description="Gemma 4 in JAX.",
-        epilog="examples:\n"
+        description="Runs Gemma 4 language models with JAX. A small one comes with the package and "
+        "is used\nwhere no other is named.",
+        epilog="carat COMMAND --help tells more.\n\nexamples:\n"
         '  carat generate "def "                     continue text with the bundled model\n'
         "  carat chat --model google/gemma-4-E2B-it  talk to a model from the hub\n"
         "  carat info 31b                            sizes, memory and bandwidth floor\n"
@@ -61,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "  carat bench decode --config 31b           time of a decode step on this device\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     _add_generate(commands)
     _add_chat(commands)
     _add_info(commands)
@@ -100,10 +104,14 @@ def _add_info(commands: Any) -> None:
     parser = commands.add_parser(
         "info",
         help="sizes, memory and bandwidth floor of a model",
-        description="Shows what a model is and what it takes. Nothing is loaded.",
+        description="Shows what a model is, the memory it takes at several context lengths, and "
+        "what a decode step must read. Nothing is loaded; of a hub id only the small files are "
+        "downloaded.",
     )
     parser.add_argument("model", help="e2b, e4b, 12b, 26b-a4b, 31b, tiny, a folder, or a hub id")
-    parser.add_argument("--batch", type=int, default=1, help="sequences at once (default 1)")
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences at once (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_info)
 
@@ -112,12 +120,16 @@ def _add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
         help="safetensors to a checkpoint that loads faster",
-        description="Writes an Orbax checkpoint in the engine's own layout; "
-        "--model takes it like any folder.",
+        description="Writes a checkpoint in the engine's own layout, which needs no conversion on "
+        "loading; --model takes it like any folder.",
     )
     parser.add_argument("source", help="tiny, a folder, or a hub id")
     parser.add_argument("destination", type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: as the source")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="type of the weights written (default: the source's)",
+    )
     parser.set_defaults(run=_convert)
 
 
@@ -125,9 +137,10 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure this device against its floor",
-        description="Measures with random weights of the real shapes.",
+        description="Measures this device with random weights of the published shapes. The floor "
+        "is the time that the device takes to read what must be read.",
     )
-    names = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
+    names = parser.add_subparsers(dest="bench", metavar="NAME", title="benchmarks", required=True)
     for name, module in BENCHMARKS.items():
         text = module.__doc__.split("\n")[0]
         sub = names.add_parser(name, help=text, description=text)
@@ -147,22 +160,47 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--max-context",
         type=int,
         metavar="N",
-        help="tokens of prompt and continuation (default: the model's maximum)",
+        help="limit for prompt and continuation together, in tokens (default: the model's own)",
     )
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], help="default: the checkpoint's"
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="type to compute in (default: the checkpoint's)",
     )
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling (defaults: the checkpoint's own)")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default 256")
-    group.add_argument("--temperature", type=float, metavar="X", help="0 = most likely token")
-    group.add_argument("--top-k", type=int, metavar="K", help="0 = all")
-    group.add_argument("--top-p", type=float, metavar="P", help="in (0, 1]")
-    group.add_argument("--min-p", type=float, metavar="P", help="in [0, 1]")
-    group.add_argument("--seed", type=int, metavar="N", help="default 0: the same text every time")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="may be repeated")
+    group = parser.add_argument_group(
+        "how tokens are chosen",
+        "Defaults are the checkpoint's own (generation_config.json), else the most likely token.",
+    )
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="stop after N tokens (default 256)"
+    )
+    group.add_argument(
+        "--temperature", type=float, metavar="X", help="higher is more random; 0 = no randomness"
+    )
+    group.add_argument(
+        "--top-k", type=int, metavar="K", help="draw among the K most likely tokens; 0 = all"
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw among the fewest tokens that are this probable together, in (0, 1]",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="draw among tokens at least P times as probable as the likeliest, in [0, 1]",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="another number, another text (default 0)"
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -227,13 +265,11 @@ def _info(args: argparse.Namespace) -> None:
     if args.model.lower() in PRESETS:
         config = GemmaConfig.preset(args.model)
     else:
-        config = GemmaConfig.from_json(checkpoint.resolve(args.model))
+        config = GemmaConfig.from_json(checkpoint.resolve(args.model, weights=False))
     device = jax.devices()[0]
     bandwidth = memory.READ_BANDWIDTH.get(device.device_kind)
-    contexts = []
-    for context in (8192, 32768, 131_072, 262_144):
-        if context > config.max_position_embeddings:
-            continue
+    contexts, limit = [], config.max_position_embeddings
+    for context in [n for n in (8192, 32_768, 131_072, 262_144) if n < limit] + [limit]:
         read = memory.step_bytes(config, args.batch, context)
         contexts.append(
             {
@@ -260,9 +296,14 @@ def _info(args: argparse.Namespace) -> None:
 def _info_text(info: dict[str, Any]) -> str:
     c = info["config"]
     full = c["layer_types"].count("full_attention")
+    unit, scale = ("GB", 1e9) if info["weight_bytes"] >= 1e9 else ("MB", 1e6)
+
+    def size(count: int) -> str:
+        return f"{count / scale:.2f}"
+
     lines = [
         f"{info['model']}: {info['parameters']:,} parameters, {c['dtype']}, "
-        f"{info['weight_bytes'] / 1e9:.2f} GB of weights",
+        f"{size(info['weight_bytes'])} {unit} of weights",
         f"  layers        {c['num_hidden_layers']} ({c['num_hidden_layers'] - full} sliding with a "
         f"window of {c['sliding_window']}, {full} global)",
         f"  hidden size   {c['hidden_size']}, MLP {c['intermediate_size']}, "
@@ -273,22 +314,17 @@ def _info_text(info: dict[str, Any]) -> str:
     ]
     if c["num_experts"]:
         lines.append(f"  experts       {c['num_experts']}, {c['top_k_experts']} for each token")
-    if not info["contexts"]:
-        lines.append(f"  context       up to {c['max_position_embeddings']:,}")
-        return "\n".join(lines)
-    floor = "floor ms/step" if info["read_bandwidth"] else f"floor (no figure for {info['device']})"
-    rows = [
-        (
-            f"{row['context']:,}",
-            f"{row['state_bytes'] / 1e9:.2f}",
-            f"{row['total_bytes'] / 1e9:.2f}",
-            f"{row['read_bytes_per_step'] / 1e9:.2f}",
-            None if row["floor_ms"] is None else f"{row['floor_ms']:.2f}",
-        )
-        for row in info["contexts"]
-    ]
-    columns = ("context", "KV state GB", "weights + state GB", "read GB/step", floor)
-    return "\n".join([*lines, f"\nbatch {info['batch']}:", report.table(columns, rows)])
+    columns = ["context", f"KV state {unit}", f"weights + state {unit}", f"read {unit}/step"]
+    names = ["state_bytes", "total_bytes", "read_bytes_per_step"]
+    rows = [[f"{row['context']:,}", *(size(row[n]) for n in names)] for row in info["contexts"]]
+    if info["read_bandwidth"]:
+        columns.append("floor ms/step")
+        for cells, row in zip(rows, info["contexts"], strict=True):
+            cells.append(f"{row['floor_ms']:.2f}")
+        told = f"floor: the time to read that once, on the {info['device']} found here"
+    else:
+        told = f"floor: unknown, the read bandwidth of this device ({info['device']}) is not listed"
+    return "\n".join([*lines, f"\nbatch {info['batch']}:", report.table(columns, rows), told])
 
 
 def _convert(args: argparse.Namespace) -> None:

@@ -225,7 +225,8 @@ def generate_tokens(
         out of the vocabulary or lengths out of [1, T].
       ConfigError: T + max_new_tokens beyond the model's max_position_embeddings.
     """
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    # Not jnp.asarray: it would wrap an id beyond int32 into the vocabulary.
+    tokens, lengths = (x if isinstance(x, jax.Array) else np.asarray(x) for x in (tokens, lengths))
     _check_prompts(config, tokens, lengths)
     if options.stop:
         raise ValueError("stop strings need a tokenizer: use Gemma.generate, or stop_token_ids")
@@ -253,9 +254,10 @@ def _generate_tokens(params, config, tokens, lengths, controls, *, max_new_token
     last = jnp.zeros((B, config.hidden_size), jnp.dtype(config.dtype))
     last, state = lax.fori_loop(0, chunks, feed, (last, state))
     first, state = _begin(params, config, last, state, controls)
-    rest, state = _decode(params, config, state, max_new_tokens - 1, max_new_tokens - 1)
+    # One column to spare, since JAX cannot index an axis without any.
+    rest, state = _decode(params, config, state, max_new_tokens - 1, max_new_tokens)
     joined = jax.tree.map(
-        lambda a, b: jnp.concatenate([a, b], axis=1) if a.ndim > 1 else a + b, first, rest
+        lambda a, b: jnp.concatenate([a, b[:, :-1]], axis=1) if a.ndim > 1 else a + b, first, rest
     )
     used = jnp.arange(max_new_tokens) < joined.num_tokens[:, None]
     return joined.replace(

@@ -41,12 +41,9 @@ step = jax.jit(
 )
 
 
-def of(name: str, *values: Any) -> Any:
-    """Parameters of a test of that model; a test process that has compiled its programs runs it."""
-    return pytest.param(name, *values, marks=pytest.mark.xdist_group(name))
-
-
-each_model = pytest.mark.parametrize("name", [of(name) for name in NAMES])
+# Session scope brings the tests of one model together, across files: when they are dealt out to
+# several processes, most land where its programs have been compiled already.
+each_model = pytest.mark.parametrize("name", NAMES, scope="session")
 
 
 @functools.partial(jax.jit, static_argnames="config", compiler_options=QUICK)

@@ -5,15 +5,19 @@ tokenizer of Gemma's structure. The weights are arguments of the jitted function
 share their compilations.
 """
 
-import functools
+import dataclasses
+import json
 import string
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import random_checkpoints
 import tokenizers
 from flax import traverse_util
+from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers
 
 from carat_jax.chat import ChatFormat
@@ -113,16 +117,12 @@ def weights(chains: Iterable[list[int]], damaged: Iterable[int] = ()) -> Params:
         "pre_feedforward_layernorm": np.float32(1),
         "layer_scalar": np.float32(1),
     }
-    flat = traverse_util.flatten_dict(abstract_params(CONFIG), sep="/")
-    return traverse_util.unflatten_dict(
-        {
-            path: jnp.asarray(
-                np.broadcast_to(values.get(path.removeprefix("layers_0/"), np.float32(0)), s.shape)
-            )
-            for path, s in flat.items()
-        },
-        sep="/",
-    )
+    shapes = traverse_util.flatten_dict(abstract_params(CONFIG), sep="/")
+    leaves = {
+        path: np.broadcast_to(values.get(path.removeprefix("layers_0/"), np.float32(0)), s.shape)
+        for path, s in shapes.items()
+    }
+    return traverse_util.unflatten_dict({k: jnp.asarray(v) for k, v in leaves.items()}, sep="/")
 
 
 def gemma(
@@ -140,3 +140,32 @@ def gemma(
         GenerateOptions(stop_token_ids=(EOS, END_OF_TURN), **(options or {})),
         CONFIG.max_position_embeddings,
     )
+
+
+def write(folder: Path, *chains: list[int]) -> Path:
+    """The checkpoint of such a model, as it would be published; returns the folder."""
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+    stops = {"eos_token_id": [EOS, END_OF_TURN]}
+    (folder / "generation_config.json").write_text(json.dumps(stops))
+    backend().save(str(folder / "tokenizer.json"))
+    params = weights(chains)
+    layer = params["layers_0"]
+    values = {
+        "embed_tokens.weight": params["embed_tokens"],
+        "norm.weight": params["norm"],
+        "mlp.gate_proj.weight": layer["mlp"]["gate_up"][:, 0].T,
+        "mlp.up_proj.weight": layer["mlp"]["gate_up"][:, 1].T,
+        "mlp.down_proj.weight": layer["mlp"]["down"].T,
+        "pre_feedforward_layernorm.weight": layer["pre_feedforward_layernorm"],
+        "post_feedforward_layernorm.weight": layer["post_feedforward_layernorm"],
+        "layer_scalar": layer["layer_scalar"],
+    }
+    shapes = random_checkpoints.tensor_shapes(dataclasses.asdict(CONFIG), "")
+    tensors = {
+        f"model.{name}": np.ascontiguousarray(
+            np.broadcast_to(values.get(name.removeprefix("layers.0."), np.float32(0)), shape)
+        )
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -139,7 +139,7 @@ def test_a_list_gives_a_list():
     for batch in (["a"], [ids], [np.array(ids)], np.array([ids]), ("a",)):
         (out,) = gemma.generate(batch)
         assert out.text == "bc"
-    texts = [out.text for out in gemma.generate(["b", np.array(ids)], logprobs=3)]
+    texts = [out.text for out in gemma.generate(["b", np.array(ids)], logprobs=True)]
     assert texts == ["c", "bc"]
     with pytest.raises(ValueError, match="stream takes one prompt"):
         gemma.stream(["a"])
@@ -205,10 +205,11 @@ def test_a_stop_string_in_one_row_leaves_the_others_alone():
     long = chain("A", *range(10, 10 + 150), "<eos>")
     gemma = scripted_model.gemma(chain("a", "bcd", "<eos>"), long)
     for stop in ("b", "c", "d"):
-        cut, other = gemma.generate(["a", "A"], stop=[stop], logprobs=3)
-        alone = gemma.generate("a", stop=[stop], logprobs=3)
+        cut, other = gemma.generate(["a", "A"], stop=[stop], logprobs=True)
+        alone = gemma.generate("a", stop=[stop])
         assert (cut.text, cut.tokens) == (alone.text, alone.tokens)
-        assert len(cut.logprobs) == len(cut.top_logprobs) == len(cut.tokens)
+        assert len(cut.logprobs) == len(cut.tokens)
+        assert (cut.top_logprobs, alone.logprobs) == (None, None)  # only where asked for
         assert cut.finish_reason == "stop"
         assert stop not in cut.text
         assert other.tokens == long[1:][: len(other.tokens)]
@@ -230,7 +231,7 @@ def test_nan_ends_the_generation_with_its_step(step):
 def test_nan_in_one_row_leaves_the_others_alone():
     first, second = chain("a", "bcd", "<eos>"), chain("A", "BCD", "<eos>")
     gemma = scripted_model.gemma(first, second, damaged=[ID["B"]])
-    good, bad = gemma.generate(["a", "A"], logprobs=3)
+    good, bad = gemma.generate(["a", "A"], logprobs=True)
     assert (good.text, good.finish_reason) == ("bcd", "stop")
     assert np.isfinite(good.logprobs).all()
     assert (bad.text, bad.finish_reason, bad.non_finite_step) == ("B", "non_finite", 1)
@@ -245,7 +246,7 @@ def test_damaged_weights_end_every_row_at_once(value):
     table[ID["z"], 0] = value  # a logit of every row, since the table is the head as well
     gemma.params["embed_tokens"] = jax.numpy.asarray(table)
     gemma.params["norm"] = gemma.params["norm"] + 0.5 * np.ones(SIZE, np.float32)
-    for out in gemma.generate(["a", "b"], logprobs=3):
+    for out in gemma.generate(["a", "b"], logprobs=True):
         assert (out.tokens, out.finish_reason, out.non_finite_step) == ([], "non_finite", 0)
 
 

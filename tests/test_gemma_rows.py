@@ -12,7 +12,7 @@ import small_model
 import carat_jax as carat
 from carat_jax import generate
 
-pytestmark = pytest.mark.xdist_group("gemma_rows")
+pytestmark = pytest.mark.xdist_group("small_model")
 
 
 def prompt(length: int) -> list[int]:
@@ -106,14 +106,15 @@ FRESH_PROCESS = """
 import json, sys
 import small_model
 gemma = small_model.gemma()
-print(json.dumps([gemma.generate(json.loads(sys.argv[1]), max_new_tokens=12).tokens]))
+out = gemma.generate(json.loads(sys.argv[1]), max_new_tokens=12, logprobs=3)
+print(json.dumps([out.tokens, out.logprobs]))
 """
 
 
 def test_a_shorter_prompt_after_a_long_one_gives_what_a_fresh_process_gives():
     gemma = small_model.gemma()
-    gemma.generate(prompt(1500), max_new_tokens=12)
-    tokens = gemma.generate(prompt(40), max_new_tokens=12).tokens
+    gemma.generate(prompt(1500), **ASKED)
+    out = gemma.generate(prompt(40), **ASKED)
     fresh = subprocess.run(
         [sys.executable, "-c", FRESH_PROCESS, json.dumps(prompt(40))],
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
@@ -121,7 +122,7 @@ def test_a_shorter_prompt_after_a_long_one_gives_what_a_fresh_process_gives():
         text=True,
         check=True,
     )
-    assert json.loads(fresh.stdout) == [tokens]
+    assert json.loads(fresh.stdout) == [out.tokens, out.logprobs]
 
 
 # --- Compilations --------------------------------------------------------------------------------
@@ -174,14 +175,6 @@ def test_logprobs_are_those_of_the_logits(asked):
     if not asked:
         expected[:, 7] = -np.inf
         np.testing.assert_array_equal(out.tokens, expected.argmax(-1))
-
-
-def test_logprobs_only_where_asked_for():
-    out = small_model.gemma().generate(prompt(33), max_new_tokens=12)
-    assert (out.logprobs, out.top_logprobs) == (None, None)
-    out = small_model.gemma().generate(prompt(33), max_new_tokens=12, logprobs=True)
-    assert len(out.logprobs) == 12
-    assert out.top_logprobs is None
 
 
 def test_suppressed_tokens_are_never_chosen(alone):

@@ -24,7 +24,7 @@ from carat_jax.options import GenerateOptions
 B = 2
 COMPACT = GemmaConfig.from_dict(
     config_json(
-        layer_types=[SLIDING, FULL, SLIDING, FULL],
+        layer_types=[SLIDING, SLIDING, FULL],
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
         head_dim=22,
@@ -175,7 +175,6 @@ def moved_caches(hlo: str, sizes: set[int]) -> list[str]:
         pytest.param(COMPACT, step, 1, id="T1"),
         pytest.param(COMPACT, step, 4, id="T4"),
         pytest.param(COMPACT, greedy_loop, 1, id="loop"),
-        pytest.param(PLAIN_AND_BORROWED, step, 1, id="plain-T1"),
         pytest.param(PLAIN_AND_BORROWED, greedy_loop, 1, id="plain-loop"),
     ],
 )

@@ -203,7 +203,7 @@ def chunk(T: int) -> RingKV:
     return rows_of(T)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     T=st.sampled_from([1, 17, 64, R - 1, R, R + 1, 2 * R + 5]),
     rows=st.lists(
@@ -251,7 +251,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(steps=STEPS, start=st.integers(0, 2 * R))
 def test_after_any_steps_and_rollbacks_the_window_is_there(steps, start):
     """Each position in sight lies in its slot, with the value that was accepted for it.

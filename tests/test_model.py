@@ -12,13 +12,11 @@ from fixture_models import (
     CHUNK,
     LENGTHS,
     LOGITS,
-    NAMES,
     QUICK,
     each_model,
     empty,
     feed,
     model,
-    of,
     record,
     run,
     step,
@@ -98,14 +96,12 @@ def whole_keys(keys: Keys) -> tuple[np.ndarray, np.ndarray]:
     return k, keys.v
 
 
-@pytest.mark.xdist_group("e2b_like")
 def test_the_per_layer_inputs_are_the_stored_ones():
     (per_layer,) = one_pass("e2b_like")[2]["per_layer_inputs"]
     expected = model("e2b_like").expected["per_layer_inputs"]
     np.testing.assert_allclose(per_layer[0, :50], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.xdist_group("moe_26b_like")
 def test_the_router_takes_the_stored_experts_with_the_stored_weights():
     m, recorded = model("moe_26b_like"), one_pass("moe_26b_like")[2]
     for i in range(m.config.num_hidden_layers):
@@ -115,10 +111,8 @@ def test_the_router_takes_the_stored_experts_with_the_stored_weights():
         np.testing.assert_allclose(share[:50], m.expected["router_weight"][i], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "T"),
-    [of(name, T) for name in NAMES for T in (1, 16)] + [of("dense_31b_like", 2)],
-)
+@each_model
+@pytest.mark.parametrize("T", [1, 16])
 def test_prefill_and_then_decode_gives_the_stored_logits(name, T):
     """Prompts of all LENGTHS in one batch, in chunks of 30, then the rest T positions a step.
 
@@ -188,7 +182,6 @@ def test_the_embedding_scale_is_rounded_to_the_weights_dtype(hidden_size, scale)
     assert float(embedding_scale(wide)) == np.sqrt(np.float32(hidden_size))
 
 
-@pytest.mark.xdist_group("e2b_like")
 def test_the_scaled_embedding_is_that_of_the_rounded_scale():
     """sqrt(64 · 0.75) = 6.928… is 6.9375 in bfloat16; the product of the two roundings shows it."""
     m = model("e2b_like")  # D = 48
@@ -248,7 +241,6 @@ def test_random_weights_keep_the_size_of_what_they_multiply():
 # --- The calls -----------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("dense_31b_like")
 def test_an_unknown_implementation_is_refused():
     m = model("dense_31b_like")
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -260,7 +252,6 @@ def test_an_unknown_implementation_is_refused():
             )
 
 
-@pytest.mark.xdist_group("dense_31b_like")
 def test_the_state_is_donated():
     m = model("dense_31b_like")
     state = empty(m, len(LENGTHS))

@@ -36,13 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"one or more of {', '.join(PRESETS)} (default 31b)",
     )
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="rows (default 1 8)")
-    parser.add_argument("--context", type=int, default=8192, help="tokens behind (default 8192)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        type=int,
+        default=[1, 8],
+        metavar="N",
+        help="one or more numbers of sequences decoded together (default 1 8)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens that each sequence looks back on (default 8192)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of weights and caches (default bfloat16)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures every (size, batch); see `table` for the fields."""
+    if args.context < 2 or min(args.batch) < 1:
+        raise ValueError(f"--context {args.context} must be at least 2, --batch at least 1")
     rows = []
     for name in args.config:
         config, params = random_model.make(name, args.dtype)
@@ -141,7 +161,7 @@ def large_copies(hlo: str, at_least: int = 1 << 20) -> list[str]:
     A decode step should have none: not of a cache, not of a weight.
     """
     sizes = {"bf16": 2, "f32": 4, "s32": 4, "u32": 4, "pred": 1}
-    pattern = re.compile(r"= (\w+)\[([\d,]+)\]\S* (?:copy|copy-start|transpose)\(")
+    pattern = re.compile(r"= \(?(\w+)\[([\d,]+)\][^=]* (?:copy|copy-start|transpose)\(")
     return [
         match.string.strip()
         for line in hlo.splitlines()

@@ -31,19 +31,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         default=[2048, 8192, 32768],
-        help="prompt lengths (default 2048 8192 32768)",
+        metavar="N",
+        help="one or more prompt lengths (default 2048 8192 32768)",
     )
     parser.add_argument(
         "--max-context",
         type=int,
         default=32768 + 64,
-        help="tokens the state holds; sets its memory",
+        metavar="N",
+        help="tokens the state holds, which sets its memory (default 32832)",
     )
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of weights and caches (default bfloat16)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prefills each prompt, generates a few tokens, and reports times and peak memory."""
+    if min(args.prompt) < 1:
+        raise ValueError(f"--prompt {min(args.prompt)}: it must be at least 1")
     if max(args.prompt) + generate.DECODE_STEPS > args.max_context:
         raise ValueError(
             f"prompt {max(args.prompt):,} + {generate.DECODE_STEPS} tokens exceeds "

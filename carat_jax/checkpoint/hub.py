@@ -7,17 +7,24 @@ from pathlib import Path
 
 from carat_jax.checkpoint.errors import CheckpointError
 
-FILES = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
-         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]  # fmt: skip
+WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 _HUB_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
 
 
-def resolve(name: str | Path) -> Path:
+def resolve(name: str | Path, *, weights: bool = True) -> Path:
     """The folder of a model, downloaded if need be (with a progress bar).
 
     Args:
       name: "tiny" (the bundled model), a folder, or a hub id "owner/name".
+      weights: False downloads the small files only.
 
     Raises:
       FileNotFoundError: none of the three.
@@ -29,7 +36,7 @@ def resolve(name: str | Path) -> Path:
     if name and os.path.isdir(folder):
         return Path(folder)
     if isinstance(name, str) and _HUB_ID.fullmatch(name) and not os.path.lexists(folder):
-        return _download(name)
+        return _download(name, SMALL_FILES + WEIGHTS * weights)
     what = "is a file" if os.path.isfile(folder) else "is no folder"
     raise FileNotFoundError(
         f"{str(name)!r} {what}: give 'tiny' (bundled), a folder with config.json and "
@@ -37,11 +44,11 @@ def resolve(name: str | Path) -> Path:
     )
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, files: list[str]) -> Path:
     import huggingface_hub  # here, because the import alone takes longer than a small model
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=files))
     except Exception as error:  # the library raises its own, its HTTP client's and OS errors
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CheckpointError(

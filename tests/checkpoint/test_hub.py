@@ -107,3 +107,10 @@ def test_interrupting_a_download_is_no_checkpoint_error(hub):
     hub.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         resolve("owner/name")
+
+
+def test_without_weights_only_small_files_are_asked_for(hub):
+    resolve("a/b", weights=False)
+    patterns = hub.asked[1]["allow_patterns"]
+    assert "config.json" in patterns
+    assert not any("safetensors" in pattern for pattern in patterns)

@@ -1,0 +1,160 @@
+"""`carat bench` on a small shape: every documented number is there and follows from the others."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_model
+
+from carat_jax import cli, compilation_cache, memory
+from carat_jax.bench import decode, random_model, report
+from carat_jax.config import PRESETS
+from carat_jax.model import param_bytes
+
+CONFIG = small_model.CONFIG
+pytestmark = pytest.mark.xdist_group("bench")
+
+ENVIRONMENT = {"device", "platform", "jax", "jaxlib", "python", "date", "commit"}
+BANDWIDTH = 1e9  # bytes per second, so that times of a floor are no zeros
+
+
+@pytest.fixture(autouse=True)
+def a_small_preset(monkeypatch):
+    monkeypatch.setitem(PRESETS, "small", dataclasses.replace(CONFIG, dtype="bfloat16"))
+    monkeypatch.setattr(random_model, "init_params", lambda *_: small_model.params())
+    monkeypatch.setattr(compilation_cache, "enable", lambda: None)
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # other tests go on in this process
+
+
+def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
+    """The JSON that a benchmark writes and the lines that it prints."""
+    file = tmp_path / "result.json"
+    assert cli.main(["bench", *argv, "--json", str(file)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(file.read_text()), printed.out.splitlines()
+
+
+def test_decode(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(memory.READ_BANDWIDTH, jax.devices()[0].device_kind, BANDWIDTH)
+    monkeypatch.setattr(decode, "REPEATS", 3)
+    argv = ["--config", "small", "--batch", "2", "--context", "128", "--dtype", "float32"]
+    result, lines = measured(capsys, tmp_path, "decode", *argv)
+    assert set(result) == {"benchmark", "environment", "rows"}
+    assert result["benchmark"] == "decode"
+    assert set(result["environment"]) == ENVIRONMENT
+    assert result["environment"]["jax"] == jax.__version__
+    (row,) = result["rows"]
+    assert (row["config"], row["batch"], row["context"]) == ("small", 2, 128)
+    assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+    read = memory.step_bytes(CONFIG, 2, 128)
+    assert row["weights_bytes"] == read.weights
+    assert row["kv_bytes"] == read.kv
+    assert row["floor_ms"] == pytest.approx(1e3 * read.total / BANDWIDTH, abs=1e-3)
+    assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"], rel=0.05)
+    assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms"], rel=0.05)
+    assert row["gb_per_s"] == round(read.total / row["ms"] / 1e6)
+    assert row["compile_s"] > 0
+    assert row["first_token_s"] > 0
+    assert row["peak_gb"] is None  # a CPU does not count
+    assert row["large_copies"] == 0
+    assert row["decode_vs_prefill"] < 1e-5
+    head, line = lines
+    assert "× floor" in head
+    assert len(head) == len(line)
+    assert str(row["ms"]) in line.split()
+
+
+def test_prefill(capsys, tmp_path):
+    argv = ["--config", "small", "--prompt", "20", "70", "--max-context", "200"]
+    result, lines = measured(capsys, tmp_path, "prefill", *argv, "--dtype", "float32")
+    assert set(result["environment"]) == ENVIRONMENT
+    estimate = memory.memory_estimate(CONFIG, 1, 200)
+    for row, length in zip(result["rows"], (20, 70), strict=True):
+        assert (row["prompt"], row["max_context"]) == (length, 200)
+        assert row["ttft_s"] > 0
+        assert row["decode_ms"] > 0
+        assert row["estimate_gb"] == round(estimate / 1e9, 2)
+        assert (row["peak_gb"], row["peak_over_estimate"]) == (None, None)
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["decode", "--batch", "0"], "--batch at least 1"),
+        (["decode", "--context", "1"], "--context 1 must be at least 2"),
+        (["prefill", "--prompt", "0"], "--prompt 0: it must be at least 1"),
+        (["prefill", "--prompt", "32769"], "prompt 32,769 + 64 tokens exceeds"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_nothing_is_made_for_numbers_that_do_not_fit(capsys, monkeypatch, argv, told):
+    monkeypatch.delattr(random_model, "make")
+    assert cli.main(["bench", *argv]) == 1
+    assert told in capsys.readouterr().err
+
+
+# --- Parts ---------------------------------------------------------------------------------------
+
+
+def test_random_models():
+    config, params = random_model.make("small", "float32")
+    assert config == CONFIG
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) == param_bytes(config)
+    state = random_model.used_state(config, 2, 100, 90)
+    assert state.length.tolist() == [90, 90]
+    for leaf in jax.tree.leaves(state.layers):
+        assert leaf.dtype == jnp.float32
+        assert np.std(np.asarray(leaf, np.float32)) == pytest.approx(1, abs=0.1)
+    ids = random_model.random_ids(config, 3, 500)
+    assert ids.shape == (3, 500)
+    assert ids.min() >= 0
+    assert config.vocab_size - 10 < ids.max() < config.vocab_size
+
+
+HLO = """
+ENTRY %main (p: bf16[1,16,8192,512]) -> bf16[1,16,8192,512] {
+  %copy.1 = bf16[1,16,8192,512]{3,2,1,0:T(8,128)(2,1)} copy(%p), metadata={op_name="x"}
+  ROOT %transpose = f32[512,1024]{1,0} transpose(%q), dimensions={1,0}
+  %copy-start.2 = (f32[1024,512]{1,0}, f32[1024,512]{1,0}, u32[]) copy-start(%r)
+  %copy.3 = s32[128]{0} copy(%small)
+  %copy.4 = bf16[512,1023]{1,0} copy(%almost)
+  %fusion = bf16[8192,8192]{1,0} fusion(%copy.1), kind=kLoop, calls=%copy_fusion
+  %copy-done.2 = f32[1024,512]{1,0} copy-done(%copy-start.2)
+"""
+
+
+def test_large_copies_in_hlo():
+    found = decode.large_copies(HLO)
+    assert [line.removeprefix("ROOT ").split(" ")[0] for line in found] == [
+        "%copy.1", "%transpose", "%copy-start.2",
+    ]  # fmt: skip
+    assert len(decode.large_copies(HLO, at_least=512)) == 5
+
+
+def test_a_real_copy_is_seen():
+    x = jnp.zeros((1024, 512))
+    text = jax.jit(lambda x: (x, jnp.flip(x.T.copy()))).lower(x).compile().as_text()
+    shapes = [line for line in text.splitlines() if "transpose(" in line or "copy(" in line]
+    assert len(decode.large_copies(text)) == len(shapes)
+
+
+def test_tables():
+    text = report.table(["a", "long"], [[1, None], ["xyz", 2.5]])
+    assert text.splitlines() == ["  a  long", "  1     –", "xyz   2.5"]
+    assert report.rounded(None, 2) is None
+    assert report.rounded(math.pi, 2) == 3.14
+
+
+def test_an_unknown_device_has_no_floor(monkeypatch):
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setattr(memory, "READ_BANDWIDTH", {})
+    monkeypatch.setattr(report, "READ_BANDWIDTH", {})
+    assert report.read_bandwidth() is None
+    monkeypatch.setattr(report, "READ_BANDWIDTH", {kind: 5.0})
+    assert report.read_bandwidth() == 5.0
