@@ -1,7 +1,6 @@
 """Gemma: configuration, weights and tokenizer in one object that generates."""
 
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from carat_jax import checkpoint, compilation_cache, generate
+from carat_jax.batch_run import BatchRun
 from carat_jax.chat import ChatFormat, split_thinking
 from carat_jax.config import GemmaConfig
-from carat_jax.generation import Generation, Piece, Stats
+from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import init_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
-from carat_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
+from carat_jax.tokenizer import StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
 
-
 LOGITS_CHUNKS = (64, 256)  # small, since each position has V float32 logits
-FINISH_REASONS = {
-    generate.STOP: "stop",
-    generate.LENGTH: "length",
-    generate.NON_FINITE: "non_finite",
-}
 
 
 def load(
@@ -216,7 +210,7 @@ class Gemma:
             start += size
         return jnp.concatenate(rows)
 
-    def _stream(self, run: "_Run") -> Iterator[Piece]:
+    def _stream(self, run: BatchRun) -> Iterator[Piece]:
         with run:
             row = run.rows[0]
             for new in run.advance(1):
@@ -226,7 +220,7 @@ class Gemma:
                 elif row.finish_reason is not None:
                     yield Piece(text, tokens, run.generation(0))
 
-    def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any]) -> "_Run":
+    def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any]) -> BatchRun:
         """Checks everything that can be checked; nothing is compiled or allocated before."""
         options = self.options.replace(**given)
         options.check_vocabulary(self.config.vocab_size)
@@ -242,7 +236,9 @@ class Gemma:
                 f"{self.max_context:,}: raise max_context or shorten"
             )
         keys = generate.row_keys(options.seed, len(rows))
-        return _Run(self, rows, options, keys)
+        return BatchRun(
+            self.params, self.config, self.tokenizer, self.max_context, rows, options, keys
+        )
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -269,165 +265,6 @@ class Gemma:
                 "give token ids"
             )
         return self.tokenizer
-
-
-class _Run:
-    """One batch being generated: the device state, and each row's text so far.
-
-    A context manager: leaving it frees the state, even while a traceback still refers to it.
-    """
-
-    def __init__(
-        self, gemma: Gemma, prompts: list[list[int]], options: GenerateOptions, keys: jax.Array
-    ) -> None:
-        self.gemma = gemma
-        self.prompts = prompts
-        self.options = options
-        self.keys = keys
-        self.rows = [_Row(gemma.tokenizer, options) for _ in prompts]
-        self.state: Any = None
-        self.started = time.perf_counter()
-        self.first_token_at = self.last_token_at = self.started
-
-    def __enter__(self) -> "_Run":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for leaf in jax.tree.leaves(self.state):
-            if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-                leaf.delete()
-        self.state = None
-
-    def advance(self, steps: int) -> Iterator[list[list[int]]]:
-        """Generates, and yields each row's new ids every `steps` tokens (after the first one).
-
-        The next call is dispatched before the tokens of the last are fetched, so the device does
-        not wait for the host; what it made after a stop string is dropped.
-        """
-        params, config = self.gemma.params, self.gemma.config
-        pending = self._begin()
-        dispatched = 1
-        while pending is not None:
-            ahead = None
-            if dispatched < self.options.max_new_tokens:
-                stopped = jnp.asarray([row.finish_reason is not None for row in self.rows])
-                ahead, self.state = generate.decode(
-                    params,
-                    config,
-                    self.state,
-                    jnp.int32(steps),
-                    stopped,
-                    size=generate.DECODE_STEPS,
-                )
-                dispatched += steps
-            yield self._collect(jax.device_get(pending))
-            pending = None if all(row.finish_reason for row in self.rows) else ahead
-
-    def _begin(self) -> generate.Tokens:
-        """Prefills and chooses the first token."""
-        params, config, prompts = self.gemma.params, self.gemma.config, self.prompts
-        batch, lengths = len(prompts), np.array([len(p) for p in prompts], np.int32)
-        longest = int(lengths.max())
-        slots = generate.capacity(longest + self.options.max_new_tokens, self.gemma.max_context)
-        self.state = init_state(config, batch, slots)
-        last = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
-        start = 0
-        for size in generate.prefill_plan(longest, batch):
-            tokens = np.zeros((batch, size), np.int32)
-            for row, ids in enumerate(prompts):
-                piece = ids[start : start + size]
-                tokens[row, : len(piece)] = piece
-            new = np.clip(lengths - start, 0, size)
-            last, self.state = generate.prefill_chunk(params, config, tokens, self.state, new, last)
-            start += size
-        controls = generate.Controls.of(self.options, self.keys)
-        first, self.state = generate.begin(params, config, last, self.state, controls)
-        return first
-
-    def _collect(self, out: generate.Tokens) -> list[list[int]]:
-        """Adds fetched tokens to the rows; returns what each row took."""
-        now = time.perf_counter()
-        if not any(row.tokens for row in self.rows):
-            self.first_token_at = now
-        taken = []
-        for b, row in enumerate(self.rows):
-            before = len(row.tokens)
-            for i in range(int(out.num_tokens[b])):
-                if row.finish_reason is not None:  # a stop string, maybe of an earlier call
-                    break
-                row.add(out, b, i)
-            reason = int(out.finish[b])
-            if row.finish_reason is None and reason != generate.RUNNING:
-                row.end(FINISH_REASONS[reason])
-            taken.append(row.tokens[before:])
-        if any(taken):
-            self.last_token_at = now
-        return taken
-
-    def generation(self, index: int) -> Generation:
-        row = self.rows[index]
-        later = max(len(r.tokens) for r in self.rows) - 1
-        decode_s = self.last_token_at - self.first_token_at
-        return Generation(
-            text="".join(row.text),
-            tokens=row.tokens,
-            finish_reason=row.finish_reason or "length",
-            prompt_tokens=len(self.prompts[index]),
-            logprobs=row.logprobs,
-            top_logprobs=row.top_logprobs,
-            stats=Stats(
-                ttft_s=self.first_token_at - self.started,
-                tpot_s=decode_s / later if later > 0 else None,
-            ),
-            non_finite_step=len(row.tokens) if row.finish_reason == "non_finite" else None,
-        )
-
-
-class _Row:
-    """Tokens and text of one row, as they come from the device."""
-
-    def __init__(self, tokenizer: Tokenizer | None, options: GenerateOptions) -> None:
-        k = options.num_logprobs
-        self.tokens: list[int] = []
-        self.logprobs: list[float] | None = None if k is None else []
-        self.top_logprobs: list[dict[int, float]] | None = [] if k else None
-        self.text: list[str] = []
-        self.finish_reason: str | None = None
-        self._taken = 0
-        self._stop_ids = frozenset(options.stop_token_ids)
-        self._known_ids = tokenizer.vocab_size if tokenizer else 0  # the table may have more rows
-        self._decoder: StreamDecoder | None = tokenizer.stream_decoder() if tokenizer else None
-        self._stops = StopStrings(options.stop)
-
-    def add(self, out: generate.Tokens, b: int, i: int) -> None:
-        """Takes column i of row b; may end the row by a stop string."""
-        token = int(out.tokens[b, i])
-        self.tokens.append(token)
-        if self.logprobs is not None:
-            self.logprobs.append(float(out.logprobs[b, i]))
-        if self.top_logprobs is not None:
-            pairs = zip(out.top_ids[b, i].tolist(), out.top_logprobs[b, i].tolist(), strict=True)
-            self.top_logprobs.append(dict(pairs))
-        if self._decoder is None or token in self._stop_ids or token >= self._known_ids:
-            return
-        text, stopped = self._stops.push(self._decoder.push(token))
-        self.text.append(text)
-        if stopped:
-            self.finish_reason = "stop"
-
-    def end(self, reason: str) -> None:
-        """The device says that the row has ended: lets go of text that was held back."""
-        if self._decoder is not None:
-            text, stopped = self._stops.push(self._decoder.flush())
-            self.text += [text, "" if stopped else self._stops.flush()]
-            reason = "stop" if stopped else reason
-        self.finish_reason = reason
-
-    def take_text(self) -> str:
-        """Text that came since the last call."""
-        text = "".join(self.text[self._taken :])
-        self._taken = len(self.text)
-        return text
 
 
 _forward = jax.jit(

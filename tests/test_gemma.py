@@ -10,7 +10,7 @@ from scripted_model import BOS, EOS, ID, SIZE, TOKENIZER, chain
 
 import carat_jax as carat
 from carat_jax import generate
-from carat_jax.gemma import _Run
+from carat_jax.batch_run import BatchRun
 
 pytestmark = pytest.mark.xdist_group("gemma")
 
@@ -480,7 +480,7 @@ def test_an_exception_inside(talker, states, monkeypatch, way, where, error):
         raise error
 
     if where == "collect":
-        monkeypatch.setattr(_Run, "_collect", fail)
+        monkeypatch.setattr(BatchRun, "_collect", fail)
     else:
         monkeypatch.setattr(generate, where, fail)
     before = live_arrays()
