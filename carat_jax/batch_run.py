@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from carat_jax import generate
 from carat_jax.config import GemmaConfig
@@ -87,20 +86,12 @@ class BatchRun:
     def _begin(self) -> generate.Tokens:
         """Prefills and chooses the first token."""
         params, config, prompts = self.params, self.config, self.prompts
-        batch, lengths = len(prompts), np.array([len(p) for p in prompts], np.int32)
-        longest = int(lengths.max())
+        batch, longest = len(prompts), max(map(len, prompts))
         slots = generate.capacity(longest + self.options.max_new_tokens, self.max_context)
         self.state = init_state(config, batch, slots)
         last = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
-        start = 0
-        for size in generate.prefill_plan(longest, batch):
-            tokens = np.zeros((batch, size), np.int32)
-            for row, ids in enumerate(prompts):
-                piece = ids[start : start + size]
-                tokens[row, : len(piece)] = piece
-            new = np.clip(lengths - start, 0, size)
+        for tokens, new in generate.prefill_pieces(prompts):
             last, self.state = generate.prefill_chunk(params, config, tokens, self.state, new, last)
-            start += size
         controls = generate.Controls.of(self.options, self.keys)
         first, self.state = generate.begin(params, config, last, self.state, controls)
         return first

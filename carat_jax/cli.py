@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from carat_jax import checkpoint, compilation_cache, gemma, memory
 from carat_jax.bench import BENCHMARKS, report
 from carat_jax.checkpoint.convert import convert
 from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import state_bytes
 from carat_jax.model import num_params, param_bytes
 
@@ -216,14 +217,16 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model = _load(args)
     if args.json:
-        print(json.dumps(dataclasses.asdict(model.generate(prompt, **_options(args)))))
+        generation = model.generate(prompt, **_options(args))
+        print(json.dumps(dataclasses.asdict(generation)))
+        _check_finite(generation)
         return
     pieces = model.stream(prompt, **_options(args))
     sys.stdout.write(prompt)
     _print_stream(pieces)
 
 
-def _print_stream(pieces: Any) -> Any:
+def _print_stream(pieces: Iterator[Piece]) -> Generation:
     """Prints text as it comes; returns the whole generation."""
     generation = None
     for piece in pieces:
@@ -231,12 +234,16 @@ def _print_stream(pieces: Any) -> Any:
         sys.stdout.flush()
         generation = piece.generation
     print()
+    _check_finite(generation)
+    return generation
+
+
+def _check_finite(generation: Generation) -> None:
     if generation.finish_reason == "non_finite":
         raise ValueError(
             f"the logits of token {generation.non_finite_step} hold NaN or Inf: the "
             "weights are damaged, or overflow in this dtype"
         )
-    return generation
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -257,7 +264,7 @@ def _chat(args: argparse.Namespace) -> None:
             print(reply.text)
         else:
             ids = model.chat_prompt(messages)
-            reply = _print_stream(model.stream(ids, **_options(args)))
+            reply = _print_stream(model.stream(ids, **model.chat_options(_options(args))))
         messages.append({"role": "assistant", "content": reply.text})
 
 

@@ -51,7 +51,7 @@ def load(
     folder = checkpoint.resolve(model)
     config = GemmaConfig.from_json(folder)
     if dtype is not None:
-        config = dataclasses.replace(config, dtype=str(jnp.dtype(dtype)))
+        config = dataclasses.replace(config, dtype=dtype)
     limit = config.max_position_embeddings
     if max_context is not None and not 1 <= max_context <= limit:
         raise ValueError(
@@ -155,14 +155,15 @@ class Gemma:
         Args:
           messages: {"role": "system" | "user" | "assistant", "content": str}, …, user last.
           thinking: let the model think first.
-          tools: JSON schemas of tools it may call; calls are left in the text's tokens.
+          tools: JSON schemas of tools it may call; a call shows in
+            `text` as `call:name{…}`, and is not parsed.
           **options: fields of `GenerateOptions`.
 
         Raises:
           ValueError: malformed messages, no tokenizer, and as `generate`.
         """
         ids = self.chat_prompt(messages, thinking=thinking, tools=tools)
-        reply = self.generate(ids, **options)
+        reply = self.generate(ids, **self.chat_options(options))
         tokenizer, asked = self._need_tokenizer("chat"), self.options.replace(**options)
         hidden = asked.stop_token_ids
         shown = [t for t in reply.tokens if t < tokenizer.vocab_size and t not in hidden]
@@ -184,6 +185,14 @@ class Gemma:
         tokenizer = self._need_tokenizer("chat")
         return tokenizer.encode(self.chat_format.render(messages, thinking=thinking, tools=tools))
 
+    def chat_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options`, with the end of a turn among the stop ids unless they are given."""
+        end = self._need_tokenizer("chat").token_id("<turn|>")
+        stops = self.options.stop_token_ids
+        if end is None or end in stops:
+            return dict(options)
+        return {"stop_token_ids": (*stops, end)} | dict(options)
+
     def logits(self, prompt: Prompt) -> jax.Array:
         """Teacher-forced logits, float32 [T, V] after the soft cap: row t predicts token t + 1.
 
@@ -199,15 +208,10 @@ class Gemma:
                 "shorten the prompt or load with a larger max_context"
             )
         state = init_state(self.config, 1, generate.capacity(len(ids), self.max_context))
-        rows, start = [], 0
-        for size in generate.prefill_plan(len(ids), 1, LOGITS_CHUNKS):
-            piece = ids[start : start + size]
-            tokens = np.zeros((1, size), np.int32)
-            tokens[0, : len(piece)] = piece
-            new = jnp.asarray([len(piece)], jnp.int32)
-            logits, state = _forward(self.params, self.config, tokens, state, new)
-            rows.append(logits[0, : len(piece)])
-            start += size
+        rows = []
+        for tokens, new in generate.prefill_pieces([ids], LOGITS_CHUNKS):
+            logits, state = _forward(self.params, self.config, tokens, state, jnp.asarray(new))
+            rows.append(logits[0, : new[0]])
         return jnp.concatenate(rows)
 
     def _stream(self, run: BatchRun) -> Iterator[Piece]:

@@ -5,6 +5,7 @@ A generation is `prefill_chunk` over pieces of the prompt, `begin` for the first
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -128,17 +129,41 @@ def capacity(tokens: int, max_context: int) -> int:
 
 
 def prefill_plan(longest: int, batch: int, chunks: tuple[int, ...] = PREFILL_CHUNKS) -> list[int]:
-    """Chunk sizes that cover a prompt of `longest` tokens, the last one padded.
-
-    A chunk is the largest size of which the rest fills more than half, so that padding never
-    doubles the work.
-    """
-    sizes = [size for size in chunks if size * batch <= PREFILL_TOKENS] or [chunks[0]]
-    plan = []
+    """Chunk sizes that cover a prompt of `longest` tokens, the last one padded."""
+    plan: list[int] = []
     while longest > 0:
-        plan.append(max((s for s in sizes if 2 * longest > s), default=sizes[0]))
+        plan.append(chunk_size(longest, batch, chunks))
         longest -= plan[-1]
     return plan
+
+
+def chunk_size(rest: int, batch: int, chunks: tuple[int, ...] = PREFILL_CHUNKS) -> int:
+    """The largest chunk of which `rest` tokens fill more than half: padding never doubles work.
+
+    Rows of a batch are prefilled together, so many rows take smaller chunks.
+    """
+    return max(
+        (s for s in chunks if 2 * rest > s and s * batch <= PREFILL_TOKENS), default=chunks[0]
+    )
+
+
+def prefill_pieces(
+    prompts: Sequence[Sequence[int]], chunks: tuple[int, ...] = PREFILL_CHUNKS
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Cuts prompts by `prefill_plan` into what `prefill_chunk` takes, one after another.
+
+    Yields:
+      tokens int32 [B, size], right-padded, and new int32 [B], how many of them are real.
+    """
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    start = 0
+    for size in prefill_plan(int(lengths.max()), len(prompts), chunks):
+        tokens = np.zeros((len(prompts), size), np.int32)
+        for row, ids in enumerate(prompts):
+            piece = ids[start : start + size]
+            tokens[row, : len(piece)] = piece
+        yield tokens, np.clip(lengths - start, 0, size)
+        start += size
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames=("state", "last"))
@@ -193,7 +218,7 @@ def decode(
       size: static, columns of the result.
     """
     finish = jnp.where(stopped & (state.finish == RUNNING), STOP, state.finish)
-    return _decode(params, config, state.replace(finish=finish), steps, size)
+    return _decode(params, config, state.replace(finish=finish), jnp.minimum(steps, size), size)
 
 
 def generate_tokens(
@@ -238,10 +263,18 @@ def generate_tokens(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "max_new_tokens"))
-def _generate_tokens(params, config, tokens, lengths, controls, *, max_new_tokens):
+def _generate_tokens(
+    params: Params,
+    config: GemmaConfig,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    controls: Controls,
+    *,
+    max_new_tokens: int,
+) -> Tokens:
     B, T = tokens.shape
     state = init_state(config, B, T + max_new_tokens)
-    chunk = max(size for size in PREFILL_CHUNKS if size == PREFILL_CHUNKS[0] or size < 2 * T)
+    chunk = chunk_size(T, B)
     chunks = -(-T // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - T)))
 
@@ -256,22 +289,41 @@ def _generate_tokens(params, config, tokens, lengths, controls, *, max_new_token
     first, state = _begin(params, config, last, state, controls)
     # One column to spare, since JAX cannot index an axis without any.
     rest, state = _decode(params, config, state, max_new_tokens - 1, max_new_tokens)
-    joined = jax.tree.map(
-        lambda a, b: jnp.concatenate([a, b[:, :-1]], axis=1) if a.ndim > 1 else a + b, first, rest
-    )
-    used = jnp.arange(max_new_tokens) < joined.num_tokens[:, None]
-    return joined.replace(
-        tokens=jnp.where(used, joined.tokens, config.pad_token_id), finish=rest.finish
+    used = jnp.arange(max_new_tokens) < state.generated[:, None]
+
+    def join(name: str, unused: int | float) -> jax.Array | None:
+        a, b = getattr(first, name), getattr(rest, name)
+        if a is None:
+            return None
+        columns = jnp.concatenate([a, b[:, :-1]], axis=1)
+        return jnp.where(used.reshape(*used.shape, *[1] * (a.ndim - 2)), columns, unused)
+
+    return Tokens(
+        tokens=join("tokens", config.pad_token_id),
+        num_tokens=state.generated,
+        finish=state.finish,
+        logprobs=join("logprobs", 0.0),
+        top_ids=join("top_ids", config.pad_token_id),
+        top_logprobs=join("top_logprobs", 0.0),
     )
 
 
-def _prefill(params, config, tokens, state, new, last):
+def _prefill(
+    params: Params,
+    config: GemmaConfig,
+    tokens: jax.Array,
+    state: KVState,
+    new: jax.Array,
+    last: jax.Array,
+) -> tuple[jax.Array, KVState]:
     hidden, state = hidden_states(params, config, tokens, state, new=new)
     newest = jnp.take_along_axis(hidden, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where((new > 0)[:, None], newest, last), state
 
 
-def _begin(params, config, last, state, controls):
+def _begin(
+    params: Params, config: GemmaConfig, last: jax.Array, state: KVState, controls: Controls
+) -> tuple[Tokens, DecodeState]:
     B = last.shape[0]
     zeros = jnp.zeros((B,), jnp.int32)
     start = DecodeState(kv=state, token=zeros, generated=zeros, finish=zeros, controls=controls)
@@ -280,7 +332,9 @@ def _begin(params, config, last, state, controls):
     return Tokens(num_tokens=after.generated, finish=after.finish, **tokens), after
 
 
-def _decode(params, config, state, steps, size):
+def _decode(
+    params: Params, config: GemmaConfig, state: DecodeState, steps: jax.Array | int, size: int
+) -> tuple[Tokens, DecodeState]:
     before = state.generated
     column = jax.eval_shape(lambda s: _columns(s, jnp.zeros_like(s.token), None), state)
     buffers = jax.tree.map(lambda c: jnp.zeros((c.shape[0], size, *c.shape[1:]), c.dtype), column)
@@ -302,7 +356,9 @@ def _decode(params, config, state, steps, size):
     return Tokens(num_tokens=count, finish=state.finish, **buffers), state
 
 
-def _choose(params, config, hidden, state):
+def _choose(
+    params: Params, config: GemmaConfig, hidden: jax.Array, state: DecodeState
+) -> tuple[dict[str, jax.Array], DecodeState]:
     """One token for each running row from hidden [B, D]; what it leaves behind, and the state."""
     logits = head(params, config, hidden)
     controls = state.controls

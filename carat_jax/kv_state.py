@@ -2,7 +2,9 @@
 
 Everything is a pytree of plain arrays. What a slot holds follows from `KVState.length` alone, so
 forgetting tokens (a rejected proposal) is lowering `length`; nothing is erased and slots past
-`length` are masked by position wherever they are read.
+`length` are masked by position wherever they are read. The rings bound how far back that goes: at
+most R - W + 1 of the newest tokens, and only ones that were decoded, since a prefilled chunk may
+have overwritten the whole ring.
 
 Each layer has arrays of its own, a step writes them and then reads only what it wrote, and
 functions that return the state should donate the one they take: then XLA writes in place.
@@ -101,8 +103,9 @@ def init_state(config: GemmaConfig, batch: int, max_context: int, *, slack: int 
       config: the model.
       batch: B.
       max_context: tokens a row may hold; global caches round it up to a multiple of 64.
-      slack: ring slots beyond the window. A step of T new positions writes before it reads, so
-        T <= slack + 1 (63 by default) can be decoded or verified; longer chunks are prefilled.
+      slack: ring slots beyond the window, at least (R is rounded up to a multiple of 64). A decode
+        step writes its T new positions before it reads, so T is at most R - W + 1; what is longer
+        is prefilled.
 
     Raises:
       ValueError: batch or max_context below 1, negative slack.

@@ -61,6 +61,7 @@ def step_bytes(config: GemmaConfig, batch: int, context: int) -> StepBytes:
     visited = min(batch * config.top_k_experts, config.num_experts)
     rows = params.get("embed_tokens_per_layer")  # a lookup: one row a token, not the table
     table = 0 if rows is None else math.prod(rows.shape)
+    row = 0 if rows is None else math.prod(rows.shape[1:])
     weights = param_bytes(config) - (experts + table) * item
     kv = 0
     for layer, spec in zip(
@@ -74,7 +75,7 @@ def step_bytes(config: GemmaConfig, batch: int, context: int) -> StepBytes:
         keys = min(context, spec.window) if isinstance(layer, RingKV) else context
         kv += batch * spec.num_kv_heads * keys * width * item
     return StepBytes(
-        weights=weights + batch * (table // config.vocab_size) * item,
+        weights=weights + batch * row * item,
         experts=experts * visited // max(config.num_experts, 1) * item,
         kv=kv,
     )

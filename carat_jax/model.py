@@ -200,14 +200,15 @@ def forward(
 ) -> tuple[jax.Array, KVState | None]:
     """Feeds tokens to the model: logits float32 [B, T, V] after the soft cap, and the new state.
 
-    Up to 16 tokens run as decode or verify, longer inputs as a prefill chunk; both give the
-    same numbers. Pure: jit it with `static_argnames="config"` and donate the state, which is
-    then updated in place. A batch row's result does not depend on the other rows.
+    Up to 16 tokens (and no more than the rings' slack + 1) run as decode or verify, longer inputs
+    as a prefill chunk; both give the same numbers up to rounding. Rows of a batch do not mix. Pure:
+    jit it with `static_argnames=("config", "implementation")` and donate the state, which is then
+    updated in place.
 
     Args:
       params: from `load_params` or `init_params`.
       config: static under jit.
-      tokens: int32 [B, T], ids in [0, V); out-of-range ids are not detected under jit.
+      tokens: int32 [B, T], ids in [0, V); others are not detected, and give meaningless numbers.
       state: from `init_state`, or None for a pass over the tokens alone. The caller keeps
         state.length + T within its max_context: later positions are not stored.
       new: int32 [B], how many of the T tokens of each row are real (right padding); None = all.

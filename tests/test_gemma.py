@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import scripted_model
+from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, SIZE, TOKENIZER, chain
 
 import carat_jax as carat

@@ -8,6 +8,7 @@ import pytest
 import scripted_model
 import small_model
 from fixture_models import QUICK, each_model, model
+from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, chain
 
 import carat_jax as carat

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from carat_jax import generate
 from carat_jax.bench import random_model, report
@@ -98,14 +97,8 @@ def _generate(
     begin = time.perf_counter()
     state = init_state(config, 1, max_context)
     last = jnp.zeros((1, config.hidden_size), jnp.dtype(config.dtype))
-    start = 0
-    for size in generate.prefill_plan(length, 1):
-        tokens = np.zeros((1, size), np.int32)
-        piece = ids[:, start : start + size]
-        tokens[:, : piece.shape[1]] = piece
-        new = jnp.asarray([piece.shape[1]], jnp.int32)
+    for tokens, new in generate.prefill_pieces(ids):
         last, state = generate.prefill_chunk(params, config, tokens, state, new, last)
-        start += size
     options = GenerateOptions(max_new_tokens=generate.DECODE_STEPS)
     controls = generate.Controls.of(options, generate.row_keys(0, 1))
     first, state = generate.begin(params, config, last, state, controls)

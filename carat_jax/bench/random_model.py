@@ -1,5 +1,7 @@
 """A model of a published shape with random weights and a state that looks used."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,6 @@ from carat_jax.model import Params, init_params
 
 def make(name: str, dtype: str) -> tuple[GemmaConfig, Params]:
     """The preset `name` and random weights, on the device."""
-    import dataclasses
-
     config = dataclasses.replace(GemmaConfig.preset(name), dtype=dtype)
     return config, jax.block_until_ready(init_params(config, jax.random.key(0)))
 
