@@ -41,8 +41,17 @@ class Step(struct.PyTreeNode):
         new: jax.Array | None,
         implementation: str | None,
     ) -> "Step":
-        """The step that feeds tokens [B, T] to a model in this state (None: no past)."""
+        """The step that feeds tokens [B, T] to a model in this state (None: no past).
+
+        Raises:
+          ValueError: state or new of another batch size.
+        """
         B, T = tokens.shape
+        for name, array in (("state.length", state and state.length), ("new", new)):
+            if array is not None and array.shape != (B,):
+                raise ValueError(
+                    f"tokens {tokens.shape} [B, T] and {name} {array.shape} disagree in B"
+                )
         new = jnp.full((B,), T, jnp.int32) if new is None else new.astype(jnp.int32)
         if state is None:
             length, decode = jnp.zeros((B,), jnp.int32), False

@@ -147,7 +147,7 @@ class Row:
         self.finish_reason: str | None = None
         self._taken = 0
         self._stop_ids = frozenset(options.stop_token_ids)
-        self._known_ids = tokenizer.vocab_size if tokenizer else 0  # the table may have more rows
+        self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = tokenizer.stream_decoder() if tokenizer else None
         self._stops = StopStrings(options.stop)
 
@@ -160,7 +160,7 @@ class Row:
         if self.top_logprobs is not None:
             pairs = zip(out.top_ids[b, i].tolist(), out.top_logprobs[b, i].tolist(), strict=True)
             self.top_logprobs.append(dict(pairs))
-        if self._decoder is None or token in self._stop_ids or token >= self._known_ids:
+        if self._tokenizer is None or token in self._stop_ids or not self._tokenizer.has_id(token):
             return
         text, stopped = self._stops.push(self._decoder.push(token))
         self.text.append(text)

@@ -24,12 +24,17 @@ ERROR, INTERRUPTED = 1, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status. Expected errors print one line, no traceback."""
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the process ends)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a prompt may hold bytes that are no text
     parser = _parser()
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 0
     try:
+        _find_device()
         args.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -51,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return ERROR
     return 0
+
+
+def _find_device() -> None:
+    """Raises OSError, in one line, where JAX finds no device to run on."""
+    try:
+        jax.devices()
+    except Exception as error:  # RuntimeError, or a bare AssertionError of a missing backend
+        reason = str(error).split("\n")[0] or "no such backend"
+        raise OSError(
+            f"JAX finds no device ({reason}): see JAX_PLATFORMS, or install the CUDA "
+            "build with `make setup`"
+        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

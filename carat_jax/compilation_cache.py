@@ -1,5 +1,6 @@
 """Compiled functions kept on disk, so that the next process starts without compiling."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def enable() -> None:
     """Turns on JAX's persistent compilation cache, unless the user has chosen a folder already.
 
     XLA's autotuning results are kept with it, so that two processes run the same kernels.
+    A user without a home folder goes without.
     """
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(default_folder()))
+        with contextlib.suppress(RuntimeError):  # Path.home() found none
+            jax.config.update("jax_compilation_cache_dir", str(default_folder()))

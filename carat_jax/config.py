@@ -181,7 +181,7 @@ class GemmaConfig:
         head_dim = self.global_head_dim if full else self.head_dim
         return LayerSpec(
             index=i,
-            window=None if full else self.sliding_window,
+            window=None if full else min(self.sliding_window, self.max_position_embeddings),
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_global_key_value_heads if full else self.num_key_value_heads,
             head_dim=head_dim,

@@ -1,6 +1,7 @@
 """Gemma: configuration, weights and tokenizer in one object that generates."""
 
 import dataclasses
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,13 @@ def load(
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     limit = config.max_position_embeddings
-    if max_context is not None and not 1 <= max_context <= limit:
+    if max_context is not None and not (
+        isinstance(max_context, numbers.Integral)
+        and not isinstance(max_context, bool)
+        and 1 <= max_context <= limit
+    ):
         raise ValueError(
-            f"max_context {max_context:,}: it must be from 1 to the model's "
+            f"max_context = {max_context!r}: it must be an integer from 1 to the model's "
             f"max_position_embeddings {limit:,}"
         )
     options = GenerateOptions.from_generation_config(folder / "generation_config.json")
@@ -114,7 +119,9 @@ class Gemma:
 
         Args:
           prompt: a string (it gets exactly one BOS), token ids (taken as they are), or a list of
-            either. A row of a batch gets what it would get alone.
+            either. Rows do not mix: a row gets the tokens that it gets alone with its seed (see
+            `GenerateOptions.seed`), though in bfloat16 rounding, which differs with the batch
+            size, may decide between two nearly equal tokens.
           **options: fields of `GenerateOptions`; the checkpoint's defaults fill in the rest.
 
         Returns:
@@ -166,7 +173,7 @@ class Gemma:
         reply = self.generate(ids, **self.chat_options(options))
         tokenizer, asked = self._need_tokenizer("chat"), self.options.replace(**options)
         hidden = asked.stop_token_ids
-        shown = [t for t in reply.tokens if t < tokenizer.vocab_size and t not in hidden]
+        shown = [t for t in reply.tokens if tokenizer.has_id(t) and t not in hidden]
         thought, answer = split_thinking(tokenizer, shown)
         if thought is None:
             return reply

@@ -125,7 +125,7 @@ def capacity(tokens: int, max_context: int) -> int:
     slots = MIN_CAPACITY
     while slots < tokens:
         slots *= 2
-    return min(slots, round_up(max_context))
+    return min(slots, max_context)
 
 
 def prefill_plan(longest: int, batch: int, chunks: tuple[int, ...] = PREFILL_CHUNKS) -> list[int]:

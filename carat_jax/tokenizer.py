@@ -119,6 +119,10 @@ class Tokenizer:
         """A decoder for one sequence, fed token by token."""
         return StreamDecoder(self, skip_special=skip_special)
 
+    def has_id(self, token_id: int) -> bool:
+        """Whether a token has this id; a model's table may have more rows than there are tokens."""
+        return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
+
     def is_special(self, token_id: int) -> bool:
         """Whether the file marks this token as special."""
         return token_id in self._special_ids

@@ -17,7 +17,6 @@ from carat_jax.config import PRESETS
 from carat_jax.model import param_bytes
 
 CONFIG = small_model.CONFIG
-pytestmark = pytest.mark.xdist_group("bench")
 
 ENVIRONMENT = {"device", "platform", "jax", "jaxlib", "python", "date", "commit"}
 BANDWIDTH = 1e9  # bytes per second, so that times of a floor are no zeros

@@ -20,8 +20,6 @@ import carat_jax as carat
 from carat_jax import cli, compilation_cache, gemma, memory
 from carat_jax.config import PRESETS
 
-pytestmark = pytest.mark.xdist_group("cli")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
@@ -198,7 +196,7 @@ def test_damaged_weights_are_told(capsys, folder, monkeypatch):
         (["a", "--max-new-tokens", "-3"], "max_new_tokens = -3"),
         (["a", "--max-new-tokens", "511"], "prompt 2 + 511 new tokens exceeds max_context 512"),
         (["a", "--max-context", "9"], "prompt 2 + 256 new tokens exceeds max_context 9"),
-        (["a", "--max-context", "0"], "max_context 0: it must be from 1 to"),
+        (["a", "--max-context", "0"], "max_context = 0: it must be an integer from 1 to"),
         (["a", "--max-context", "513"], "max_position_embeddings 512"),
         (["a", "--temperature", "nan"], "temperature = nan"),
         (["a", "--temperature", "-1"], "temperature = -1.0"),

@@ -1,19 +1,19 @@
 """Gemma on a model whose text is known: text, stops, streaming, chat, bad input, what is freed."""
 
+import functools
 import gc
 
 import jax
 import numpy as np
 import pytest
 import scripted_model
+from fixture_models import FOLDER
 from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, SIZE, TOKENIZER, chain
 
 import carat_jax as carat
-from carat_jax import generate
+from carat_jax import compilation_cache, generate
 from carat_jax.batch_run import BatchRun
-
-pytestmark = pytest.mark.xdist_group("gemma")
 
 
 def spoken(gemma: carat.Gemma, prompt: str | list[int], **options) -> carat.Generation:
@@ -105,6 +105,63 @@ def test_without_a_tokenizer_ids_go_in_and_come_out():
     ):
         with pytest.raises(ValueError, match=r"no tokenizer\.json: give token ids"):
             call()
+
+
+# --- Loading -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """`carat.load` that leaves the user's compilation cache alone."""
+    monkeypatch.setattr(compilation_cache, "enable", lambda: None)
+    return functools.partial(carat.load, progress=False)
+
+
+def test_a_folder_without_a_tokenizer(load):
+    gemma = load(FOLDER / "dense_31b_like")
+    assert gemma.tokenizer is None
+    assert (gemma.config.dtype, gemma.max_context) == ("float32", 4096)
+    assert gemma.options == carat.GenerateOptions(
+        temperature=1.0, top_k=64, top_p=0.95, stop_token_ids=[1, 106, 50]
+    )
+    assert repr(gemma) == "Gemma(12 layers, hidden_size 64, float32, max_context 4096)"
+
+
+def test_a_whole_folder(load, tmp_path):
+    """The text of the written model, and the empty thought that models of this kind do without."""
+    folder = scripted_model.write(tmp_path, chain("a", "bcd", "<eos>"))
+    gemma = load(str(folder), max_context=300)
+    assert gemma.generate("a").text == "bcd"
+    assert gemma.max_context == 300
+    assert gemma.chat_prompt(USER)[-1] == ID["\n"]
+    (folder / "chat_template.jinja").write_text("<bos>{{ messages[0].content }}!")
+    assert load(folder).chat_prompt(USER) == [BOS, ID["Q"], ID["!"]]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+def test_the_dtype_that_is_asked_for(load, dtype):
+    gemma = load(FOLDER / "dense_31b_like", dtype=dtype)
+    expected = jax.numpy.dtype(dtype or "float32")
+    assert gemma.config.dtype == expected.name
+    assert {leaf.dtype for leaf in jax.tree.leaves(gemma.params)} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_context": 0}, "max_context = 0: it must be an integer from 1 to"),
+        ({"max_context": -1}, "max_context = -1"),
+        ({"max_context": 4097}, "max_position_embeddings 4,096"),
+        ({"max_context": 100.5}, "max_context = 100.5"),
+        ({"max_context": True}, "max_context = True"),
+        ({"dtype": "float16"}, "float16"),
+        ({"dtype": "nonsense"}, "nonsense"),
+    ],
+    ids=str,
+)
+def test_options_of_load_that_do_not_fit(load, options, told):
+    with pytest.raises(ValueError, match=told):
+        load(FOLDER / "dense_31b_like", **options)
 
 
 # --- Prompts -------------------------------------------------------------------------------------

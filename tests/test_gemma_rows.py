@@ -13,8 +13,6 @@ from quick_compilation import quick_compilation  # noqa: F401
 import carat_jax as carat
 from carat_jax import generate
 
-pytestmark = pytest.mark.xdist_group("small_model")
-
 
 def prompt(length: int) -> list[int]:
     """Ids of the small model; another sequence for each length."""

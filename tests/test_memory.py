@@ -24,7 +24,6 @@ SIZES = {
     "26b-a4b": (25_233_141_790, 12_800, 209_715_200),
     "31b": (30_697_345_340, 51_200, 838_860_800),
 }
-pytestmark = pytest.mark.xdist_group("cli")  # what it traces of the presets serves test_cli too
 each_preset = pytest.mark.parametrize("name", SIZES)
 
 

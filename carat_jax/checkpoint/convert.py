@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -35,6 +36,7 @@ def convert(
       FileExistsError: the destination is a file, or has something in it.
       FileNotFoundError, ConfigError, CheckpointError: as from reading the source.
     """
+    destination = Path(os.path.abspath(destination))
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise FileExistsError(f"{destination} exists and is not an empty folder: choose another")
     config = GemmaConfig.from_json(source)
