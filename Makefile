@@ -14,4 +14,4 @@ demo: setup
 test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python -m pytest -n 2 --dist loadfile

@@ -152,6 +152,12 @@ class Attention(nn.Module):
         """Writes the new positions into the cache; returns what to attend to, and the cache."""
         if kv is None:
             return new, None
+        # Padding is stored as zeros: a masked slot has weight zero, and zero times NaN is NaN.
+        real = (jnp.arange(new.v.shape[2]) < step.new[:, None])[:, None, :, None]
+        k, v, k_rotated = (
+            x if x is None else jnp.where(real, x, 0) for x in (new.k, new.v, new.k_rotated)
+        )
+        new = new._replace(k=k, v=v, k_rotated=k_rotated)
         if isinstance(kv, GlobalKV):
             kv = kv_state.append(kv, step.length, k=new.k, v=new.v, k_rotated=new.k_rotated)
             return new._replace(k=kv.k, v=kv.v, k_rotated=kv.k_rotated), kv

@@ -76,3 +76,17 @@ def test_a_state_of_another_batch_size_is_named():
     state = carat.init_state(config, 2, 64)
     with pytest.raises(ValueError, match=r"tokens \(1, 5\).*state.length \(2,\)"):
         carat.forward(params, config, np.ones((1, 5), np.int32), state)
+
+
+def test_padding_that_computes_to_nan_leaves_real_positions_alone():
+    """Id 0, which pads chunks, has a row of NaN; neither prompt nor continuation contains it."""
+    folder = FIXTURE.parent / "e2b_like"
+    gemma = carat.load(folder, progress=False, max_context=128)
+    expected = np.load(folder / "expected.npz")
+    assert 0 not in [*expected["prompt_ids"], *expected["continuation_ids"]]
+    table = gemma.params["embed_tokens_per_layer"]
+    gemma.params["embed_tokens_per_layer"] = table.at[0].set(np.nan)
+    out = gemma.generate(
+        expected["prompt_ids"], max_new_tokens=10, temperature=0, stop_token_ids=[]
+    )
+    assert out.tokens == expected["continuation_ids"][:10].tolist()
