@@ -158,3 +158,12 @@ def test_an_unknown_device_has_no_floor(monkeypatch):
     assert report.read_bandwidth() is None
     monkeypatch.setattr(report, "READ_BANDWIDTH", {kind: 5.0})
     assert report.read_bandwidth() == 5.0
+
+
+def test_a_mixture_is_compared_in_float32(monkeypatch):
+    """Its decode and prefill agree there; in bfloat16 near ties of the router would decide."""
+    mixture = dataclasses.replace(
+        CONFIG, num_experts=8, top_k_experts=2, moe_intermediate_size=32, dtype="bfloat16"
+    )
+    monkeypatch.setitem(PRESETS, "mixture", mixture)
+    assert 0 < decode._mixture_error("mixture") < 1e-5

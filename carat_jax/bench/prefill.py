@@ -12,7 +12,7 @@ from carat_jax.bench import random_model, report
 from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.kv_state import init_state
 from carat_jax.memory import memory_estimate
-from carat_jax.model import Params, num_params
+from carat_jax.model import Params
 from carat_jax.options import GenerateOptions
 
 
@@ -72,8 +72,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "max_context": args.max_context,
                 "ttft_s": round(ttft, 3),
                 "tokens_per_s": round(length / ttft),
-                # two FLOPs a weight and token, attention left out
-                "model_tflops": round(2 * num_params(config) * length / ttft / 1e12, 1),
                 "decode_ms": round(tpot * 1e3, 2),
                 "peak_gb": report.rounded(peak and peak / 1e9, 2),
                 "estimate_gb": round(estimate / 1e9, 2),
