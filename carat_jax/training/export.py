@@ -16,7 +16,7 @@ _PREFIX = PREFIXES[-1]  # of text-only checkpoints, which is what the flat confi
 
 
 def save_weights(file: Path, params: Params, config: GemmaConfig) -> None:
-    """Writes `model.safetensors`: bfloat16, output-major, the tensor names of section 4.
+    """Writes `model.safetensors`: bfloat16, output-major, the tensor names of `checkpoint.mapping`.
 
     `load_params` reads it back to the same bits, where the parameters fit in bfloat16.
     """
