@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         '  carat generate "def "                     continue text with the bundled model\n'
         "  carat chat --model google/gemma-4-E2B-it  talk to a model from the hub\n"
         "  carat info 31b                            sizes, memory and bandwidth floor\n"
-        "  carat convert FOLDER CONVERTED            a checkpoint that loads faster\n"
+        "  carat convert FOLDER CONVERTED            a checkpoint in the engine's layout\n"
         "  carat bench decode --config 31b           time of a decode step on this device\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,7 +137,7 @@ def _add_info(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
-        help="safetensors to a checkpoint that loads faster",
+        help="safetensors to a checkpoint in the engine's own layout",
         description="Writes a checkpoint in the engine's own layout, which needs no conversion on "
         "loading; --model takes it like any folder.",
     )

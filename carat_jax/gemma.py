@@ -207,7 +207,7 @@ class Gemma:
           ValueError: as `generate`, for a prompt beyond max_context.
         """
         if not _is_single(prompt):
-            raise ValueError("logits takes one prompt")
+            raise ValueError("logits takes one prompt: call it once for each")
         ids = self._ids(prompt)
         if len(ids) > self.max_context:
             raise ValueError(

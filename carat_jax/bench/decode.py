@@ -53,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that each sequence looks back on (default 8192)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="of weights and caches (default bfloat16)",
-    )
+    random_model.add_dtype(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -40,12 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens the state holds, which sets its memory (default 32832)",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        default="bfloat16",
-        help="of weights and caches (default bfloat16)",
-    )
+    random_model.add_dtype(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A model of a published shape with random weights and a state that looks used."""
 
+import argparse
 import dataclasses
 
 import jax
@@ -9,6 +10,16 @@ import numpy as np
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, init_state
 from carat_jax.model import Params, init_params
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """The --dtype that `make` takes."""
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of weights and caches (default bfloat16)",
+    )
 
 
 def make(name: str, dtype: str) -> tuple[GemmaConfig, Params]:
