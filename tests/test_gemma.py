@@ -362,7 +362,9 @@ def test_chat_takes_the_options_of_generate():
 
 
 def compilations() -> int:
-    return sum(f._cache_size() for f in (generate.prefill_chunk, generate.begin, generate.decode))
+    return sum(
+        f._cache_size() for f in (generate.prefill_chunk, generate._begin_jit, generate.decode)
+    )
 
 
 def live_arrays() -> set[int]:

@@ -21,7 +21,9 @@ def prompt(length: int) -> list[int]:
 
 
 def compilations() -> int:
-    return sum(f._cache_size() for f in (generate.prefill_chunk, generate.begin, generate.decode))
+    return sum(
+        f._cache_size() for f in (generate.prefill_chunk, generate._begin_jit, generate.decode)
+    )
 
 
 def same(a: carat.Generation, b: carat.Generation) -> None:
