@@ -166,4 +166,6 @@ def test_a_mixture_is_compared_in_float32(monkeypatch):
         CONFIG, num_experts=8, top_k_experts=2, moe_intermediate_size=32, dtype="bfloat16"
     )
     monkeypatch.setitem(PRESETS, "mixture", mixture)
-    assert 0 < decode._mixture_error("mixture") < 1e-5
+    short = decode._short("mixture", "bfloat16")
+    assert short.dtype == "float32"
+    assert 0 < decode._decode_error(short) < 1e-5
