@@ -95,7 +95,16 @@ class Attention(nn.Module):
     config: GemmaConfig
     spec: LayerSpec
 
-    @nn.compact
+    def setup(self) -> None:
+        c, s = self.config, self.spec
+        D, K, G, H = c.hidden_size, s.num_kv_heads, s.group, s.head_dim
+        own = (1 if s.shared_projection else 2) if s.owns_kv else 0
+        self.qkv = weight(self, "qkv", (D, K, G + own, H), c)
+        self.o = weight(self, "o", (K, G, H, D), c)
+        self.q_norm = weight(self, "q_norm", (H,), c)
+        if s.owns_kv:
+            self.k_norm = weight(self, "k_norm", (H,), c)
+
     def __call__(
         self,
         x: jax.Array,
@@ -120,20 +129,16 @@ class Attention(nn.Module):
         c, s = self.config, self.spec
         B, T, D = x.shape
         K, G, H = s.num_kv_heads, s.group, s.head_dim
-        own = (1 if s.shared_projection else 2) if s.owns_kv else 0
-        y = linear(x, weight(self, "qkv", (D, K, G + own, H), c))
+        y = linear(x, self.qkv)
         unit = rms_norm(y, None, c.rms_norm_eps)  # one pass for all heads; float32 until RoPE
-        q_norm = weight(self, "q_norm", (H,), c).astype(jnp.float32)
-        q = (unit[:, :, :, :G] * q_norm).reshape(B, T, K * G, H)
+        q = (unit[:, :, :, :G] * self.q_norm.astype(jnp.float32)).reshape(B, T, K * G, H)
         if s.owns_kv:
-            k_norm = weight(self, "k_norm", (H,), c)
-            new = self._keys(unit[:, :, :, G], unit[:, :, :, -1], k_norm, angles)
+            new = self._keys(unit[:, :, :, G], unit[:, :, :, -1], self.k_norm, angles)
             keys, kv = self._store(new, step, kv)
         else:
             keys = lent
         out = self._attend(q, keys, angles, step).reshape(B, T, K * G * H)
-        o = weight(self, "o", (K, G, H, D), c).reshape(K * G * H, D)
-        return linear(out, o), kv, keys
+        return linear(out, self.o.reshape(K * G * H, D)), kv, keys
 
     def _keys(self, k: jax.Array, v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
         """Turns the new positions' keys: normed k, v [B, T, K, H] to [B, K, T, width] each."""
@@ -188,6 +193,7 @@ class Attention(nn.Module):
         choice = {"implementation": step.implementation}
         if not step.decode:
             return prefill_attention(*arguments, window=s.window, **compact, **choice)
+        choice["prefetch"] = self.o  # read next
         if s.window is None:
             return global_attention(*arguments, **compact, **choice)
         return ring_attention(*arguments, window=s.window, **choice)

@@ -4,10 +4,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from carat_jax.config import GemmaConfig
-from carat_jax.layers import gelu, linear, rms_norm, weight
+from carat_jax.layers import linear, rms_norm, weight
+from pallas_kernels import expert_matmul, gated_gelu
 
 
 class MLP(nn.Module):
@@ -16,13 +16,14 @@ class MLP(nn.Module):
     config: GemmaConfig
     width: int
 
-    @nn.compact
+    def setup(self) -> None:
+        D = self.config.hidden_size
+        self.gate_up = weight(self, "gate_up", (D, 2, self.width), self.config)
+        self.down = weight(self, "down", (self.width, D), self.config)
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D]."""
-        D = x.shape[-1]
-        y = linear(x, weight(self, "gate_up", (D, 2, self.width), self.config))
-        h = gelu(y[:, :, 0]) * y[:, :, 1]
-        return linear(h, weight(self, "down", (self.width, D), self.config))
+        return linear(gated_gelu(linear(x, self.gate_up), prefetch=self.down), self.down)
 
 
 class Experts(nn.Module):
@@ -47,9 +48,7 @@ class Experts(nn.Module):
         gate_up = weight(self, "gate_up", (E, D, 2, F), c)
         down = weight(self, "down", (E, F, D), c)
         self.sow("intermediates", "router", (index, share))
-        # Reading the chosen experts only pays while they are fewer than all of them.
-        run = _chosen_experts if B * T * c.top_k_experts <= E else _every_expert
-        y = run(x.reshape(B * T, D), index, share, gate_up, down)
+        y = _visit(x.reshape(B * T, D), index, share, gate_up, down)
         return y.astype(x.dtype).reshape(B, T, D)
 
     def _route(self, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,29 +63,20 @@ class Experts(nn.Module):
         return index, share * scale[index]
 
 
-def _chosen_experts(x, index, share, gate_up, down):
-    """[M, D] -> float32 [M, D], gathering the k experts of each token: M·k products of one row."""
+def _visit(
+    x: jax.Array, index: jax.Array, share: jax.Array, gate_up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """[M, D] -> float32 [M, D]: the experts `index` [M, k] of each token, weighed by `share`."""
     M, k = index.shape
-    visits = jnp.repeat(x, k, axis=0)[:, None]  # [M·k, 1, D]
-    w_gate_up, w_down = gate_up[index.reshape(-1)], down[index.reshape(-1)]
-    y = _batched(visits, w_gate_up.reshape(M * k, x.shape[-1], -1), x.dtype)
-    gate, up = jnp.split(y, 2, axis=-1)
-    out = _batched((gelu(gate) * up).astype(x.dtype), w_down, jnp.float32)
-    return (out.reshape(M, k, -1) * share[..., None]).sum(1)
-
-
-def _batched(a: jax.Array, b: jax.Array, out: DTypeLike) -> jax.Array:
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return jnp.matmul(a, b, precision=precision, preferred_element_type=out)
-
-
-def _every_expert(x, index, share, gate_up, down):
-    """[M, D] -> float32 [M, D], one expert after another over all tokens."""
-
-    def add(e, total):
-        y = linear(x, gate_up[e])
-        h = gelu(y[:, 0]) * y[:, 1]
-        weight_of_e = jnp.where(index == e, share, 0.0).sum(-1, keepdims=True)
-        return total + linear(h, down[e], jnp.float32) * weight_of_e
-
-    return lax.fori_loop(0, gate_up.shape[0], add, jnp.zeros(x.shape, jnp.float32))
+    expert, visit = index.reshape(-1), jnp.arange(M * k)
+    x = x.astype(gate_up.dtype)
+    if M == 1:  # k different experts: there is nothing to bring together
+        rows = jnp.broadcast_to(x, (k, x.shape[1]))
+    else:
+        # Sorted by expert, then by visit, as one array: cheaper than an argsort.
+        expert, visit = jnp.divmod(jnp.sort(expert * (M * k) + visit), M * k)
+        rows = x[visit // k]
+    y = expert_matmul(expert_matmul(rows, gate_up, expert), down, expert)
+    if M > 1:
+        y = y[jnp.zeros_like(visit).at[visit].set(jnp.arange(M * k), unique_indices=True)]
+    return (y.astype(jnp.float32).reshape(M, k, -1) * share[..., None]).sum(1)

@@ -13,7 +13,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
-from jax import lax
 
 from carat_jax import rope
 from carat_jax.attention import Attention, Keys, Step
@@ -21,54 +20,99 @@ from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.feed_forward import MLP, Experts
 from carat_jax.kv_state import KVState, LayerKV
 from carat_jax.layers import gelu, linear, rms_norm, weight
+from pallas_kernels import residual_norm
 
 Params = dict[str, Any]
 
 
 class Block(nn.Module):
-    """One decoder layer. layer_scalar [1] multiplies the whole residual, last of all."""
+    """One decoder layer. layer_scalar [1] multiplies the whole residual, last of all.
+
+    The norm of its input belongs to this layer, but is taken where the residual is formed: by the
+    layer before, in one step with the sum (`residual_norm`).
+    """
 
     config: GemmaConfig
     spec: LayerSpec
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        D, P = c.hidden_size, c.hidden_size_per_layer_input
+        self.attention = Attention(c, self.spec)
+        self.mlp = MLP(c, self.spec.mlp_width)
+        self.input_layernorm = weight(self, "input_layernorm", (D,), c)
+        self.post_attention_layernorm = weight(self, "post_attention_layernorm", (D,), c)
+        self.pre_feedforward_layernorm = weight(self, "pre_feedforward_layernorm", (D,), c)
+        self.post_feedforward_layernorm = weight(self, "post_feedforward_layernorm", (D,), c)
+        if c.num_experts:
+            self.experts = Experts(c)
+            self.pre_feedforward_layernorm_2 = weight(self, "pre_feedforward_layernorm_2", (D,), c)
+            self.post_feedforward_layernorm_1 = weight(
+                self, "post_feedforward_layernorm_1", (D,), c
+            )
+            self.post_feedforward_layernorm_2 = weight(
+                self, "post_feedforward_layernorm_2", (D,), c
+            )
+        if P:
+            self.per_layer_input_gate = weight(self, "per_layer_input_gate", (D, P), c)
+            self.per_layer_projection = weight(self, "per_layer_projection", (P, D), c)
+            self.post_per_layer_input_norm = weight(self, "post_per_layer_input_norm", (D,), c)
+        self.layer_scalar = weight(self, "layer_scalar", (1,), c)
+
     def __call__(
         self,
         h: jax.Array,
+        x: jax.Array,
+        next_norm: jax.Array,
+        next_weight: jax.Array,
         per_layer_input: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
         kv: LayerKV | None,
         lent: Keys | None,
-    ) -> tuple[jax.Array, LayerKV | None, Keys]:
-        """h [B, T, D], per_layer_input [B, T, P] or None; the rest as in `Attention`."""
+    ) -> tuple[jax.Array, jax.Array, LayerKV | None, Keys]:
+        """Runs the layer.
+
+        Args:
+          h: residual [B, T, D].
+          x: h under `input_layernorm`.
+          next_norm: [D] weight of the norm that what follows begins with.
+          next_weight: what is read after this layer.
+          per_layer_input: [B, T, P] or None.
+          angles, step, kv, lent: as in `Attention`.
+
+        Returns:
+          The new residual and its norm; the cache and the keys, as in `Attention`.
+        """
         c = self.config
-
-        def norm(name: str, x: jax.Array) -> jax.Array:
-            w = weight(self, name, (c.hidden_size,), c)
-            return rms_norm(x, w, c.rms_norm_eps).astype(h.dtype)
-
+        add = functools.partial(residual_norm, eps=c.rms_norm_eps)
         with jax.named_scope("attention"):
-            attention = Attention(c, self.spec, name="attention")
-            a, kv, keys = attention(norm("input_layernorm", h), angles, step, kv, lent)
-            h = h + norm("post_attention_layernorm", a)
+            a, kv, keys = self.attention(x, angles, step, kv, lent)
+            h, x = add(
+                h,
+                a,
+                self.post_attention_layernorm,
+                self.pre_feedforward_layernorm,
+                prefetch=self.mlp.gate_up,
+            )
         with jax.named_scope("feed_forward"):
-            mlp = MLP(c, self.spec.mlp_width, name="mlp")
-            f = mlp(norm("pre_feedforward_layernorm", h))
+            y = self.mlp(x)
             if c.num_experts:
-                m = Experts(c, name="experts")(norm("pre_feedforward_layernorm_2", h), h)
-                f = norm("post_feedforward_layernorm_1", f) + norm(
-                    "post_feedforward_layernorm_2", m
-                )
-            h = h + norm("post_feedforward_layernorm", f)
+                m = self.experts(self._norm(h, self.pre_feedforward_layernorm_2), h)
+                y = self._norm(y, self.post_feedforward_layernorm_1)
+                y = y + self._norm(m, self.post_feedforward_layernorm_2)
+        w = self.post_feedforward_layernorm
         if per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
-                D, P = c.hidden_size, c.hidden_size_per_layer_input
-                g = linear(h, weight(self, "per_layer_input_gate", (D, P), c))
-                g = gelu(g) * per_layer_input
-                g = linear(g, weight(self, "per_layer_projection", (P, D), c))
-                h = h + norm("post_per_layer_input_norm", g)
-        return h * weight(self, "layer_scalar", (1,), c), kv, keys
+                h = h + self._norm(y, w)
+                g = linear(h, self.per_layer_input_gate)
+                y = linear(gelu(g) * per_layer_input, self.per_layer_projection)
+                w = self.post_per_layer_input_norm
+        h, x = add(h, y, w, next_norm, scale=self.layer_scalar, prefetch=next_weight)
+        return h, x, kv, keys
+
+    def _norm(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return rms_norm(x, w, self.config.rms_norm_eps).astype(x.dtype)
 
 
 class Gemma4(nn.Module):
@@ -111,12 +155,15 @@ class Gemma4(nn.Module):
         angles = {spec.window: rope.angles(positions, spec) for spec in c.layers}
         stored = iter(state.layers) if state is not None else None
         written, keys = [], {}
-        for spec, block in zip(c.layers, self.layers, strict=True):
+        x = rms_norm(h, self.layers[0].input_layernorm, c.rms_norm_eps).astype(h.dtype)
+        following = [(b.input_layernorm, b.attention.qkv) for b in self.layers[1:]]
+        following.append((self.norm, self.embed_tokens))
+        for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)
             kv = next(stored) if stored is not None and spec.owns_kv else None
             own = None if per_layer is None else per_layer[:, :, spec.index]
-            h, kv, keys[spec.index] = block(
-                h, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
+            h, x, kv, keys[spec.index] = block(
+                h, x, *after, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
             )
             if kv is not None:
                 written.append(kv)
@@ -124,7 +171,7 @@ class Gemma4(nn.Module):
         self.sow("intermediates", "keys", keys)
         if state is not None:
             state = KVState(layers=tuple(written), length=state.length + step.new)
-        return rms_norm(h, self.norm, c.rms_norm_eps).astype(h.dtype), state
+        return x, state
 
     def _per_layer_inputs(self, tokens: jax.Array, h: jax.Array) -> jax.Array:
         """[B, T, L, P]: a learned row for each token and layer, mixed with the embedding h."""
@@ -142,14 +189,7 @@ class Gemma4(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] after the soft cap, from hidden [..., D] after the final norm."""
         table = self.embed_tokens
-        precision = lax.Precision.HIGHEST if table.dtype == jnp.float32 else None
-        z = jnp.einsum(
-            "...d,vd->...v",
-            hidden.astype(table.dtype),
-            table,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        z = linear(hidden, table.T, jnp.float32)
         cap = self.config.final_logit_softcapping
         if cap is None:
             return z

@@ -1,4 +1,4 @@
-"""Attention ops for Gemma 4 in JAX: arrays in, arrays out.
+"""Attention and expert products for Gemma 4 in JAX: arrays in, arrays out.
 
 One folder an op. Its `__init__` holds the public function, `xla.py` the implementation that is
 the reference, the CPU path and a contender on GPU. Axis letters: B sequence, T new position,
@@ -7,8 +7,19 @@ W window, P rotated widths of a head.
 """
 
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.expert_matmul import expert_matmul
+from pallas_kernels.gated_gelu import gated_gelu
 from pallas_kernels.global_attention import global_attention
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.ring_attention import ring_attention
 
-__all__ = ["Unsupported", "global_attention", "prefill_attention", "ring_attention"]
+__all__ = [
+    "Unsupported",
+    "expert_matmul",
+    "gated_gelu",
+    "global_attention",
+    "prefill_attention",
+    "residual_norm",
+    "ring_attention",
+]

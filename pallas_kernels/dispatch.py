@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 
-Implementation = Callable[..., jax.Array]
+Implementation = Callable[..., Any]
+
+HOPPER = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
 
 
 class Unsupported(NotImplementedError):
@@ -21,11 +23,13 @@ def run(
     implementation: str | None,
     *args: Any,
     **kwargs: Any,
-) -> jax.Array:
+) -> Any:
     """Calls the implementation named, or the first in order that takes the inputs.
 
+    Gradients are those of "xla": the kernels have none of their own.
+
     Args:
-      implementations: by name, best first.
+      implementations: by name, best first; "xla" among them.
       implementation: a name, then that one runs or its error is raised; None tries them in order.
 
     Raises:
@@ -36,11 +40,63 @@ def run(
         if implementation not in implementations:
             known = ", ".join(repr(name) for name in implementations)
             raise ValueError(f"implementation={implementation!r} does not exist: take {known}")
-        return implementations[implementation](*args, **kwargs)
+        return _differentiable(implementations, implementation)(args, kwargs)
     refusals = []
-    for name, function in implementations.items():
+    for name in implementations:
         try:
-            return function(*args, **kwargs)
+            return _differentiable(implementations, name)(args, kwargs)
         except Unsupported as refusal:
             refusals.append(f"{name}: {refusal}")
     raise Unsupported("; ".join(refusals))
+
+
+def _differentiable(
+    implementations: Mapping[str, Implementation], name: str
+) -> Callable[[tuple, dict], Any]:
+    """The implementation as a function of its arguments, with the gradient of "xla"."""
+
+    def call(args: tuple, kwargs: dict) -> Any:
+        arrays = {key: x for key, x in kwargs.items() if isinstance(x, jax.Array)}
+        static = {key: x for key, x in kwargs.items() if key not in arrays}
+
+        def reference(args, arrays):
+            return implementations["xla"](*args, **arrays, **static)
+
+        @jax.custom_vjp
+        def run(args, arrays):
+            return implementations[name](*args, **arrays, **static)
+
+        def forward(args, arrays):
+            return run(args, arrays), (args, arrays)
+
+        def backward(inputs, cotangent):
+            return jax.vjp(reference, *inputs)[1](cotangent)
+
+        run.defvjp(forward, backward)
+        return run(args, arrays)
+
+    if name == "xla":
+        return lambda args, kwargs: implementations[name](*args, **kwargs)
+    return call
+
+
+def require_hopper() -> int:
+    """Raises Unsupported unless programs being traced now are for an NVIDIA Hopper GPU.
+
+    The device is the one of the abstract mesh, when a program is lowered for a device that is
+    not here; else JAX's default.
+
+    Returns:
+      Its number of multiprocessors.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.device_kind.startswith(HOPPER):
+        return device.num_cores
+    if device is None:
+        device = jax.config.jax_default_device or jax.devices()[0]
+        device = jax.devices(device)[0] if isinstance(device, str) else device
+        if str(getattr(device, "compute_capability", "")).startswith("9."):
+            return device.core_count
+    raise Unsupported(
+        f"needs an NVIDIA Hopper GPU (compute capability 9.x), not {device.device_kind!r}"
+    )

@@ -1,4 +1,9 @@
-"""Puts this folder on the import path, for the helpers beside the tests; settles Hypothesis."""
+"""Puts this folder on the import path, for the helpers beside the tests; sets up their tools."""
+
+import os
+
+# The simulator of Mosaic kernels blocks a thread of XLA's CPU client for each warpgroup.
+os.environ.setdefault("NPROC", "8")
 
 from hypothesis import settings
 

@@ -3,10 +3,11 @@
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.global_attention import xla
+from pallas_kernels.global_attention import mosaic, xla
 from pallas_kernels.grouping import check
 
-IMPLEMENTATIONS = {"xla": xla.global_attention}
+# Best first.
+IMPLEMENTATIONS = {"mosaic": mosaic.global_attention, "xla": xla.global_attention}
 
 
 def global_attention(
@@ -17,6 +18,7 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
+    prefetch: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Decode (T = 1) or verify (T > 1) over a global cache, the new positions already written.
@@ -34,6 +36,8 @@ def global_attention(
       length: int32 [B], positions before the new ones: query t sits at length + t.
       q_rotated: [B, T, N, P] compact form: the rotated widths of the queries, after RoPE.
       k_rotated: [B, K, S, P] compact form: the rotated widths of the keys, after RoPE.
+      prefetch: an array that is read right after; an implementation may bring the first part of
+        it closer meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -53,4 +57,5 @@ def global_attention(
         length,
         q_rotated=q_rotated,
         k_rotated=k_rotated,
+        prefetch=prefetch,
     )

@@ -4,9 +4,9 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouping import check
-from pallas_kernels.prefill_attention import xla
+from pallas_kernels.prefill_attention import mosaic, xla
 
-IMPLEMENTATIONS = {"xla": xla.prefill_attention}
+IMPLEMENTATIONS = {"mosaic": mosaic.prefill_attention, "xla": xla.prefill_attention}
 
 
 def prefill_attention(
@@ -29,7 +29,9 @@ def prefill_attention(
         masked. S - T >= W - 1, or the past is not fully in sight of the first query.
 
     Args:
-      q: [B, T, N, H]; compact form as in `global_attention`. The scale is 1.0.
+      q: [B, T, N, H]; compact form as in `global_attention`, and the widths [0, P/2) and
+        [H/2, H/2 + P/2), which RoPE turns, are zero: an implementation may skip their products.
+        The scale is 1.0.
       k: [B, K, S, H] keys after RoPE; None for the compact form.
       v: [B, K, S, H] values.
       length: int32 [B], positions before the chunk.

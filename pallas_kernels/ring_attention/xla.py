@@ -7,9 +7,16 @@ from pallas_kernels.grouping import attend, from_rows, mask_rows, product, to_ro
 
 
 def ring_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array, *, window: int
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    length: jax.Array,
+    *,
+    window: int,
+    prefetch: jax.Array | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.ring_attention.ring_attention`."""
+    del prefetch
     T, (_, K, R, _) = q.shape[1], v.shape
     last = (length + T - 1)[:, None]  # [B, 1] newest position in the ring
     slot_position = last - (last - jnp.arange(R)) % R  # [B, R]

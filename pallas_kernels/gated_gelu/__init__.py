@@ -1,0 +1,32 @@
+"""What stands between the two products of a gated MLP."""
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.gated_gelu import mosaic, xla
+
+# Best first.
+IMPLEMENTATIONS = {"mosaic": mosaic.gated_gelu, "xla": xla.gated_gelu}
+
+
+def gated_gelu(
+    y: jax.Array, *, prefetch: jax.Array | None = None, implementation: str | None = None
+) -> jax.Array:
+    """gelu(gate) · up, with the tanh form of GELU.
+
+    Args:
+      y: [..., 2, F] gate, then up.
+      prefetch: an array that is read right after; an implementation may bring some of it closer
+        meanwhile. Its values do not matter.
+      implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
+
+    Returns:
+      [..., F] in the dtype of y, computed in float32.
+
+    Raises:
+      ValueError: y without two halves, an unknown implementation.
+      Unsupported: the named implementation cannot take this shape, this dtype or the device.
+    """
+    if y.ndim < 2 or y.shape[-2] != 2:
+        raise ValueError(f"y {y.shape} must be [..., 2, F]")
+    return dispatch.run(IMPLEMENTATIONS, implementation, y, prefetch=prefetch)

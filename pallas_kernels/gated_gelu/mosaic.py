@@ -1,0 +1,82 @@
+"""gated_gelu for a few rows on Hopper, which prefetches the weights of the second product.
+
+The work itself is nothing; the point is that device memory does not wait for it.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import l2_prefetch
+from pallas_kernels.dispatch import Unsupported, require_hopper
+
+MOST_ROWS = 64
+COLUMNS = 256  # of a piece of work
+PREFETCH = 10 * 1024 * 1024  # bytes; what device memory delivers in the kernel's time
+
+
+def gated_gelu(
+    y: jax.Array, *, prefetch: jax.Array | None = None, interpret: Any = None
+) -> jax.Array:
+    """See `pallas_kernels.gated_gelu.gated_gelu`.
+
+    Args:
+      interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
+
+    Raises:
+      Unsupported: another device, another dtype than bfloat16, F no multiple of 256, more than
+        64 rows.
+    """
+    blocks = 4 if interpret is not None else require_hopper()
+    F = y.shape[-1]
+    M = y.size // (2 * F)
+    if y.dtype != jnp.bfloat16:
+        raise Unsupported(f"y is {y.dtype}, this takes bfloat16")
+    if F % COLUMNS or M > MOST_ROWS:
+        raise Unsupported(f"y {y.shape}: takes up to {MOST_ROWS} rows, F a multiple of {COLUMNS}")
+    extra = [] if prefetch is None or interpret is not None else [prefetch]
+    out = _launch(blocks, interpret, y.reshape(M, 2, F), *extra)
+    return out.reshape(*y.shape[:-2], F)
+
+
+# Under its own jit, so that the many layers of a model trace and lower it once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch(blocks: int, interpret: Any, y: jax.Array, *extra: jax.Array) -> jax.Array:
+    M, _, F = y.shape
+    pieces = F // COLUMNS
+    layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=COLUMNS // 128)
+
+    def body(y_ref, *refs):
+        *extra_refs, out_ref = refs
+
+        def piece(n, _):
+            index = lax.axis_index("block") + n * blocks
+
+            @pl.when(index < M * pieces)
+            def _():
+                row, columns = index // pieces, pl.ds(lax.rem(index, pieces) * COLUMNS, COLUMNS)
+                gate, up = (
+                    plgpu.load(y_ref.at[row, half, columns], layout=layout).astype(jnp.float32)
+                    for half in (0, 1)
+                )
+                out_ref[row, columns] = (jax.nn.gelu(gate, approximate=True) * up).astype(y.dtype)
+
+            return 0
+
+        lax.fori_loop(0, -(-M * pieces // blocks), piece, 0)
+        for ref, array in zip(extra_refs, extra, strict=True):
+            l2_prefetch.prefetch(ref, array, blocks, PREFETCH)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((M, F), y.dtype),
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(y, *extra)

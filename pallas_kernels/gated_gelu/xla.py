@@ -1,0 +1,11 @@
+"""gated_gelu in plain JAX: the reference, and the CPU path."""
+
+import jax
+import jax.numpy as jnp
+
+
+def gated_gelu(y: jax.Array, *, prefetch: jax.Array | None = None) -> jax.Array:
+    """See `pallas_kernels.gated_gelu.gated_gelu`."""
+    del prefetch
+    gate, up = y[..., 0, :].astype(jnp.float32), y[..., 1, :].astype(jnp.float32)
+    return (jax.nn.gelu(gate, approximate=True) * up).astype(y.dtype)

@@ -1,0 +1,63 @@
+"""What stands between two products of a decoder layer: norm, residual sum, norm."""
+
+import jax
+
+from pallas_kernels import dispatch
+from pallas_kernels.residual_norm import mosaic, xla
+
+# Best first.
+IMPLEMENTATIONS = {"mosaic": mosaic.residual_norm, "xla": xla.residual_norm}
+
+
+def residual_norm(
+    h: jax.Array,
+    y: jax.Array,
+    w: jax.Array,
+    next_w: jax.Array,
+    *,
+    eps: float,
+    scale: jax.Array | None = None,
+    prefetch: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds the normed output y of a sublayer to the residual h, and norms the sum for the next.
+
+    norm(x, w) = x / sqrt(mean(x²) + eps) · w over the last axis, in float32, rounded to the dtype
+    of h; so are the sum and its product with `scale`.
+
+    Args:
+      h, y: [..., D].
+      w: [D] of the norm of y.
+      next_w: [D] of the norm of the sum.
+      eps: added to the mean square.
+      scale: [1], multiplies the sum; None = 1.
+      prefetch: an array that is read right after; an implementation may bring the first part of
+        it closer meanwhile. Its values do not matter.
+      implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
+
+    Returns:
+      The new residual (h + norm(y, w)) · scale, and norm(of it, next_w), both like h.
+
+    Raises:
+      ValueError: shapes that do not fit, an unknown implementation.
+      Unsupported: the named implementation cannot take these shapes, this dtype or the device.
+    """
+    D = h.shape[-1]
+    if y.shape != h.shape or w.shape != (D,) or next_w.shape != (D,):
+        raise ValueError(
+            f"h {h.shape} and y {y.shape} must be alike [..., D], w {w.shape} and next_w "
+            f"{next_w.shape} [D]"
+        )
+    if scale is not None and scale.shape != (1,):
+        raise ValueError(f"scale {scale.shape} must be [1]")
+    return dispatch.run(
+        IMPLEMENTATIONS,
+        implementation,
+        h,
+        y,
+        w,
+        next_w,
+        eps=eps,
+        scale=scale,
+        prefetch=prefetch,
+    )

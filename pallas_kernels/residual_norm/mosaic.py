@@ -1,0 +1,128 @@
+"""residual_norm for a few rows on Hopper: one block a row, and weights prefetched meanwhile.
+
+A row of 5,376 is some 60 KB of reads and writes: all latency. The other blocks have nothing to do
+but ask for the next weights, so that device memory stays busy.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import l2_prefetch
+from pallas_kernels.dispatch import Unsupported, require_hopper
+
+MOST_ROWS = 64
+MOST_PARTS = 8  # warpgroups of a row
+PREFETCH = 12 * 1024 * 1024  # bytes; what device memory delivers in the kernel's time
+
+
+def residual_norm(
+    h: jax.Array,
+    y: jax.Array,
+    w: jax.Array,
+    next_w: jax.Array,
+    *,
+    eps: float,
+    scale: jax.Array | None = None,
+    prefetch: jax.Array | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.residual_norm.residual_norm`.
+
+    Args:
+      interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
+
+    Raises:
+      Unsupported: another device, another dtype than bfloat16, D no multiple of 256 or above
+        8,192, more than 64 rows.
+    """
+    blocks = 1 if interpret is not None else require_hopper()
+    D = h.shape[-1]
+    M = h.size // D
+    for name, x in (("h", h), ("y", y), ("w", w), ("next_w", next_w)):
+        if x.dtype != jnp.bfloat16:
+            raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
+    if D % 256 or D > 8192 or M > MOST_ROWS:
+        raise Unsupported(f"{M} rows of {D}: takes up to {MOST_ROWS} rows, D % 256 == 0 <= 8192")
+    extra = [x for x in (scale, None if interpret is not None else prefetch) if x is not None]
+    out = _launch(
+        eps, scale is not None, max(blocks, M), interpret, h.reshape(M, D), y.reshape(M, D), w,
+        next_w, *extra,
+    )  # fmt: skip
+    return tuple(x.reshape(h.shape) for x in out)
+
+
+# Under its own jit, so that the many layers of a model trace and lower it once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _launch(
+    eps: float,
+    scaled: bool,
+    blocks: int,
+    interpret: Any,
+    h: jax.Array,
+    y: jax.Array,
+    w: jax.Array,
+    next_w: jax.Array,
+    *extra: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    M, D = h.shape
+    parts = max(p for p in range(1, MOST_PARTS + 1) if D % (256 * p) == 0)
+    width = D // parts
+    vector = next(v for v in (8, 4, 2) if width % (128 * v) == 0)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+
+    def body(h_ref, y_ref, w_ref, next_ref, *refs):
+        *extra_refs, out_ref, normed_ref, sums, meet = refs
+        row, part = lax.axis_index("block"), lax.axis_index("part")
+        own = pl.ds(part * width, width)
+
+        def load(ref):
+            return plgpu.load(ref, layout=layout).astype(jnp.float32)
+
+        def norm(x, w, which):
+            total = jnp.sum(x * x)
+            if parts > 1:  # every warpgroup adds up the sums of all, in the same order
+                sums[which, part] = total
+                plgpu.barrier_arrive(meet.at[which])
+                plgpu.barrier_wait(meet.at[which])
+                total = sum(sums[which, i] for i in range(parts))
+            return x * lax.rsqrt(total / D + eps) * w
+
+        def rounded(x):
+            return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+        @pl.when(row < M)
+        def _():
+            y, h = load(y_ref.at[row, own]), load(h_ref.at[row, own])
+            w, next_w = load(w_ref.at[own]), load(next_ref.at[own])
+            h = rounded(h + rounded(norm(y, w, 0)))
+            if scaled:
+                h = rounded(h * extra_refs[0][0].astype(jnp.float32))
+            out_ref[row, own] = h.astype(jnp.bfloat16)
+            normed_ref[row, own] = norm(h, next_w, 1).astype(jnp.bfloat16)
+
+        if len(extra_refs) > scaled:
+
+            @pl.when(part == 0)
+            def _():
+                l2_prefetch.prefetch(extra_refs[-1], extra[-1], blocks, PREFETCH)
+
+    like = jax.ShapeDtypeStruct((M, D), h.dtype)
+    return plgpu.kernel(
+        body,
+        out_type=(like, like),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=parts,
+        thread_name="part",
+        scratch_types=(
+            plgpu.SMEM((2, parts), jnp.float32),
+            plgpu.Barrier(num_barriers=2, num_arrivals=parts),
+        ),
+        interpret=interpret,
+    )(h, y, w, next_w, *extra)

@@ -1,0 +1,29 @@
+"""residual_norm in plain JAX: the reference, and the CPU path."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def residual_norm(
+    h: jax.Array,
+    y: jax.Array,
+    w: jax.Array,
+    next_w: jax.Array,
+    *,
+    eps: float,
+    scale: jax.Array | None = None,
+    prefetch: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.residual_norm.residual_norm`."""
+    del prefetch
+    h = h + _norm(y, w, eps).astype(h.dtype)
+    if scale is not None:
+        h = h * scale
+    return h, _norm(h, next_w, eps).astype(h.dtype)
+
+
+def _norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
+    x = x.astype(jnp.float32)
+    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * w.astype(jnp.float32)

@@ -1,0 +1,174 @@
+"""expert_matmul, every implementation, against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import DTYPES, jitted, rounded
+from float64_reference import gelu
+from jax.test_util import check_grads
+
+from pallas_kernels import Unsupported
+from pallas_kernels.expert_matmul import IMPLEMENTATIONS, expert_matmul
+from pallas_kernels.expert_matmul.tiles import cut, tile_height
+
+D, F = 128, 64
+
+op = jitted(expert_matmul)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+both_forms = pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+
+
+def sorted_choice(n: int, E: int) -> np.ndarray:
+    return np.sort(np.random.default_rng(n).integers(0, E, n))
+
+
+INDICES = {
+    "one row": (5, [3]),
+    "fewer rows than a tile": (5, [4, 0, 2]),
+    "one token": (9, [7, 0, 3, 8, 1, 6, 2, 5]),
+    "one expert twice in a tile": (9, [7, 0, 3, 8, 8, 6, 2, 5]),
+    "together but not in order": (6, [3] * 5 + [0] * 9 + [5] * 2 + [2] * 8),
+    "all to the first": (3, [0] * 20),
+    "all to the last, more rows than a tile": (4, [3] * 40),
+    "most experts unvisited": (100, [0] * 17 + [50] * 3 + [99] * 4),
+    "one expert": (1, [0] * 11),
+    "every expert": (40, list(range(40))),
+    "more rows than tiles": (4, [0] * 3 + [1] * 12 + [3] * 14),
+    "decode of a batch": (16, sorted_choice(64, 16)),
+    "prefill": (4, sorted_choice(200, 4)),
+    "prefill, all to one": (2, [1] * 130),
+    "prefill, borders on tiles": (3, [0] * 64 + [1] * 128 + [2] * 8),
+}
+
+
+def inputs(index, E: int, dtype: str, gated: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [n, D], w and index; values rounded to dtype and held in float32."""
+    rng = np.random.default_rng(len(index))
+    x = rounded(rng.standard_normal((len(index), D)), dtype)
+    shape = (E, D, 2, F) if gated else (E, D, F)
+    return x, rounded(rng.standard_normal(shape) * D**-0.5, dtype), np.asarray(index)
+
+
+def run(implementation: str, x: np.ndarray, w: np.ndarray, index: np.ndarray, dtype: str):
+    arguments = jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(index, jnp.int32)
+    try:
+        out = op(*arguments, implementation=implementation)
+    except Unsupported as refusal:
+        if implementation == "xla":
+            raise
+        pytest.skip(f"{implementation}: {refusal}")
+    assert out.dtype == dtype
+    assert out.shape == (len(x), F)
+    return np.asarray(out, np.float32)
+
+
+def expected(x: np.ndarray, w: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [n, F], and a bound of the sums of absolute values behind each element."""
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    y = np.stack([row @ w[e].reshape(D, -1) for row, e in zip(x, index, strict=True)])
+    scale = np.stack([abs(row) @ abs(w[e]).reshape(D, -1) for row, e in zip(x, index, strict=True)])
+    if w.ndim == 3:
+        return y, scale
+    return gelu(y[:, :F]) * y[:, F:], scale[:, :F] * scale[:, F:]
+
+
+def assert_accurate(actual: np.ndarray, wanted: tuple[np.ndarray, np.ndarray], dtype: str) -> None:
+    """Sums of 128 float32 products are off by 1e-6 of their scale; bfloat16 rounds once."""
+    out, scale = wanted
+    limit = 2e-6 * scale + (2.0**-8 * abs(out) if dtype == "bfloat16" else 0)
+    assert (abs(actual - out) <= limit).all(), f"off by {(abs(actual - out) / limit).max()} limits"
+
+
+@every_implementation
+@both_forms
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", INDICES)
+def test_each_row_meets_its_own_matrix(implementation, case, dtype, gated):
+    E, index = INDICES[case]
+    x, w, index = inputs(index, E, dtype, gated)
+    assert_accurate(run(implementation, x, w, index, dtype), expected(x, w, index), dtype)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ["decode of a batch", "prefill"])
+def test_other_rows_and_matrices_do_not_change_a_bit(implementation, case, dtype):
+    E, index = INDICES[case]
+    x, w, index = inputs(index, E, dtype, gated=True)
+    before = run(implementation, x, w, index, dtype)
+    kept = np.random.default_rng(0).random(len(index)) < 0.3
+    x[~kept] = np.nan
+    w[np.setdiff1d(np.arange(E), index[kept])] = np.nan
+    after = run(implementation, x, w, index, dtype)
+    np.testing.assert_array_equal(after[kept], before[kept])
+
+
+@both_forms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gets_the_same_bits_for_any_number_of_rows(dtype, gated):
+    """Of the reference on CPU. The kernel's own test is in `test_expert_matmul_mosaic`."""
+    x, w, index = inputs(np.repeat(np.arange(12), 8), 12, dtype, gated)
+    all_rows = run("xla", x, w, index, dtype)
+    for some in ([5], [0, 13, 95], range(1, 96, 8), range(40), [*range(10, 30), *range(60, 75)]):
+        some = list(some)
+        out = run("xla", x[some], w, index[some], dtype)
+        np.testing.assert_array_equal(out, all_rows[some])
+
+
+@both_forms
+def test_gradients(gated):
+    """Of the reference: a small mixture can be trained."""
+    x, w, index = inputs(sorted_choice(20, 3), 3, "float32", gated)
+
+    @jax.jit
+    def f(x, w):
+        return expert_matmul(x, w, jnp.asarray(index), implementation="xla")
+
+    check_grads(f, (x[:, :8], w[:, :8]), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("case", INDICES)
+def test_tiles_hold_every_row_once(case):
+    E, index = INDICES[case]
+    n, height = len(index), tile_height(len(index), E)
+    tiles = jax.jit(cut, static_argnums=(1, 2))(jnp.asarray(index), height, E)
+    tiles = [np.asarray(x) for x in tiles]
+    rows = []
+    for tile, (first, count) in enumerate(zip(*tiles[:2], strict=True)):
+        here = range(first, first + count)
+        assert len({index[row] for row in here}) <= 1
+        assert len({row // height for row in here}) <= 1
+        assert all(tiles[2][row] == tile for row in here)
+        rows += here
+    assert sorted(rows) == list(range(n))
+    assert 0 <= tiles[0].min() <= tiles[0].max() < n
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"x": (6, 7)}, ["x (6, 7)", "w (4, 8, 16)"]),
+        ({"x": (6, 1, 8)}, ["x (6, 1, 8)"]),
+        ({"x": (0, 8), "index": (0,)}, ["x (0, 8)", "at least 1"]),
+        ({"w": (8, 16)}, ["w (8, 16)"]),
+        ({"w": (4, 8, 3, 16)}, ["w (4, 8, 3, 16)", "2 matrices"]),
+        ({"w_dtype": jnp.bfloat16}, ["float32", "bfloat16"]),
+        ({"index": (5,)}, ["index (5,)", "[6]"]),
+        ({"index": (6, 1)}, ["index (6, 1)", "[6]"]),
+        ({"index_dtype": jnp.float32}, ["float32", "must be integer"]),
+        ({"implementation": "nope"}, ["'nope' does not exist: take 'mosaic', 'xla'"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(changes, named):
+    given = {"x": (6, 8), "w": (4, 8, 16), "index": (6,), "implementation": None} | changes
+    arrays = [
+        jax.ShapeDtypeStruct(given["x"], jnp.float32),
+        jax.ShapeDtypeStruct(given["w"], given.get("w_dtype", jnp.float32)),
+        jax.ShapeDtypeStruct(given["index"], given.get("index_dtype", jnp.int32)),
+    ]
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(
+            lambda *a: expert_matmul(*a, implementation=given["implementation"]), *arrays
+        )
+    assert all(name in str(error.value) for name in named), str(error.value)

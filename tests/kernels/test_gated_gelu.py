@@ -1,0 +1,82 @@
+"""gated_gelu against float64; the Mosaic kernel in the interpreter, and lowered for an H200."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from h200_lowering import lower_for_h200
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import Unsupported, gated_gelu
+from pallas_kernels.gated_gelu import mosaic
+
+
+def draw(shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape) * 2, dtype)
+
+
+def expected(y) -> np.ndarray:
+    gate, up = np.moveaxis(np.asarray(y, np.float64), -2, 0)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + np.tanh(inner)) * up
+
+
+def assert_close(actual, wanted, dtype):
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-20
+    actual = np.asarray(actual, np.float64)
+    # approximate tanh on a GPU is right to about 2^-10 of 1
+    limit = unit * np.abs(wanted) + (2e-3 if dtype == "bfloat16" else 1e-5)
+    assert (np.abs(actual - wanted) <= limit).all(), np.abs(actual - wanted).max()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(2, 40), (3, 2, 40), (2, 3, 2, 7)], ids=str)
+def test_xla_against_float64(shape, dtype):
+    y = draw(shape, dtype)
+    out = gated_gelu(y, implementation="xla")
+    assert out.dtype == dtype
+    assert_close(out, expected(y), dtype)
+
+
+def test_mosaic_interpreted():
+    y = draw((2, 3, 2, 768))
+    out = mosaic.gated_gelu(y, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    assert out.shape == (2, 3, 768)
+    assert_close(out, expected(y), "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("F", [21504, 15360, 10240, 6144])
+@pytest.mark.parametrize("M", [1, 4, 64])
+def test_mosaic_on_a_gpu(M, F):
+    y = draw((M, 2, F))
+    weights = jnp.ones((F, 2048), jnp.bfloat16)
+    out = gated_gelu(y, prefetch=weights, implementation="mosaic")
+    assert_close(out, expected(y), "bfloat16")
+
+
+@pytest.mark.parametrize("F", [21504, 15360, 12288, 10240, 6144])
+def test_lowers_for_an_h200_at_the_published_widths(F):
+    def run(y, weights):
+        return gated_gelu(y, prefetch=weights, implementation="mosaic")
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 1, 2, F), (F, 2560))]
+    assert "mosaic_gpu" in lower_for_h200(run, *shapes)
+
+
+def test_what_the_kernel_cannot_take():
+    interpret = plgpu.InterpretGPUParams()
+    for y, message in (
+        (draw((2, 256), "float32"), "float32"),
+        (draw((2, 384)), "multiple of 256"),
+        (draw((65, 2, 256)), "64 rows"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            mosaic.gated_gelu(y, interpret=interpret)
+
+
+def test_two_halves_are_needed():
+    with pytest.raises(ValueError, match=r"y \(3, 8\) must be"):
+        gated_gelu(draw((3, 8)))
