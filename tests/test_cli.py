@@ -77,7 +77,8 @@ ALL = parsers(cli._parser())
 def test_the_commands():
     assert set(ALL) == {
         "carat", "carat generate", "carat chat", "carat info", "carat convert", "carat bench",
-        "carat bench decode", "carat bench prefill",
+        "carat bench decode", "carat bench prefill", "carat bench attention",
+        "carat bench ablation",
     }  # fmt: skip
 
 

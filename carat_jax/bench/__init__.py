@@ -6,6 +6,11 @@ and `table(result) -> str`.
 
 from types import ModuleType
 
-from carat_jax.bench import decode, prefill
+from carat_jax.bench import ablation, attention, decode, prefill
 
-BENCHMARKS: dict[str, ModuleType] = {"decode": decode, "prefill": prefill}
+BENCHMARKS: dict[str, ModuleType] = {
+    "attention": attention,
+    "decode": decode,
+    "prefill": prefill,
+    "ablation": ablation,
+}
