@@ -1,9 +1,10 @@
-.PHONY: help setup demo test
+.PHONY: help setup demo test test-gpu
 
 help:
-	@echo 'make demo   set up .venv, then continue "def " with the bundled model'
-	@echo 'make test   set up .venv, then lint and run the tests'
-	@echo 'make setup  set up .venv only (JAX with CUDA where nvidia-smi finds a GPU)'
+	@echo 'make demo      set up .venv, then continue "def " with the bundled model'
+	@echo 'make test      set up .venv, then lint and run the tests'
+	@echo 'make test-gpu  set up .venv, then run the kernels and the model on a GPU'
+	@echo 'make setup     set up .venv only (JAX with CUDA where nvidia-smi finds a GPU)'
 
 setup:
 	@bash scripts/setup.sh
@@ -15,3 +16,10 @@ test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+# Every implementation of every op, and the model end to end. What simulates kernels or lowers them
+# for a GPU is left to `make test`.
+test-gpu: setup
+	@.venv/bin/python -c 'import jax; d = jax.default_backend(); exit(d != "gpu" and f"make test-gpu needs a GPU: JAX finds only {d}")'
+	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m "not network" -n 4 --dist loadfile \
+	  --ignore-glob "*_mosaic.py" --ignore tests/kernels/test_split_keys.py tests/kernels tests/test_gpu.py

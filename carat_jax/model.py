@@ -280,13 +280,16 @@ def _param_shapes(config: GemmaConfig) -> dict[str, jax.ShapeDtypeStruct]:
 def init_params(config: GemmaConfig, key: jax.Array) -> Params:
     """Random weights of the model's real shapes, made on the device leaf by leaf.
 
-    Norm weights, layer and router scales are one; matrices are normal with variance one over
-    the width they sum over.
+    Norm weights, layer and router scales are one, except that of queries: H^-1/2, since scores
+    have no other scale. Matrices are normal with variance one over the width they sum over.
     """
     leaves = {
         path: _init_leaf(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, _fan_in(path, leaf))
         for i, (path, leaf) in enumerate(_param_shapes(config).items())
     }
+    for path, leaf in leaves.items():
+        if path.endswith("/q_norm"):
+            leaves[path] = leaf * leaf.dtype.type(leaf.size**-0.5)
     return traverse_util.unflatten_dict(leaves, sep="/")
 
 

@@ -84,8 +84,9 @@ class Shape:
 
     @property
     def splits(self) -> int:
-        """Splits of a sequence's keys, at most; independent of B and T."""
-        return min(max(self.blocks // self.K, 1), self.slots // TILE)
+        """Splits of a sequence's keys, at most; of a global cache, whatever B, T and capacity."""
+        most = max(self.blocks // self.K, 1)
+        return most if self.window is None else min(most, self.slots // TILE)
 
     @property
     def sizes(self) -> int:

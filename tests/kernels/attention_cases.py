@@ -23,11 +23,12 @@ GARBAGE = 3e38  # just below the largest finite value of both dtypes
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer type of a published size: G query heads on each KV head as there, widths cut by 8.
+    """One layer type of a published size.
 
     Attributes:
-      K, G, H: KV heads (at most 4 kept), query heads of each, head width.
+      K, G, H: KV heads, query heads of each, head width.
       P: rotated widths of a compact cache; 0 = a plain one.
+      W: window of a local layer; None = a global one, or where a test has windows of its own.
     """
 
     name: str
@@ -35,12 +36,28 @@ class Heads:
     G: int
     H: int
     P: int = 0
+    W: int | None = None
 
     def __str__(self) -> str:
         return self.name
 
 
-# 12B and 26B-A4B have the local heads of 31B (two query heads on each KV head).
+PUBLISHED_LOCAL = (
+    Heads("31b", 16, 2, 256, W=1024),
+    Heads("26b-a4b, 12b", 8, 2, 256, W=1024),
+    Heads("e4b", 2, 4, 256, W=512),
+    Heads("e2b", 1, 8, 256, W=512),
+)
+PUBLISHED_GLOBAL = (
+    Heads("31b", 4, 8, 512, P=128),
+    Heads("12b", 1, 16, 512, P=128),
+    Heads("26b-a4b", 2, 8, 512, P=128),
+    Heads("e4b", 2, 4, 512),
+    Heads("e2b", 1, 8, 512),
+)
+
+# The same with widths cut by 8 and fewer KV heads, quick on a CPU. 12B and 26B-A4B have the local
+# heads of 31B (two query heads on each KV head).
 LOCAL = (Heads("31b", 2, 2, 32), Heads("e4b", 2, 4, 32), Heads("e2b", 1, 8, 32))
 GLOBAL = (
     Heads("31b", 4, 8, 64, P=16),
@@ -153,15 +170,31 @@ def jitted(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return jax.jit(op, static_argnames=static, compiler_options=quick if on_cpu else None)
 
 
+def require_gpu() -> None:
+    """For tests marked `gpu`: none may pass where there is nothing to test."""
+    if jax.default_backend() != "gpu":
+        pytest.fail(f"needs a GPU: JAX finds only {jax.default_backend()}", pytrace=False)
+
+
+def on_hopper() -> bool:
+    return str(getattr(jax.devices()[0], "compute_capability", "")).startswith("9.")
+
+
 def call(
-    op: Callable[..., jax.Array], implementation: str, arguments: tuple[list, Mapping]
+    op: Callable[..., jax.Array],
+    implementation: str,
+    arguments: tuple[list, Mapping],
+    *,
+    must_run: bool = False,
 ) -> np.ndarray:
-    """Runs one implementation, in float32; skips where it refuses these inputs (xla never may)."""
+    """Runs one implementation, in float32; skips where it refuses these inputs, unless it must
+    take them (xla always must).
+    """
     positional, keywords = arguments
     try:
         out = op(*positional, **keywords, implementation=implementation)
     except Unsupported as refusal:
-        if implementation == "xla":
+        if must_run or implementation == "xla":
             raise
         pytest.skip(f"{implementation}: {refusal}")
     v = positional[2]

@@ -1,7 +1,10 @@
-"""How an op chooses among its implementations."""
+"""How an op chooses among its implementations, and whose gradient it has."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from h200_lowering import lower_for_h200
 
 import pallas_kernels
 from pallas_kernels import Unsupported, dispatch
@@ -22,37 +25,76 @@ def breaks(x, scale=1):
 X = jnp.arange(3.0)
 
 
-@pytest.mark.parametrize("name", [None, "first", "second"])
+@pytest.mark.parametrize("name", [None, "first", "xla"])
 def test_none_takes_the_first_and_a_name_that_one(name):
-    implementations = {"first": takes_everything, "second": lambda x, scale: -x * scale}
+    implementations = {"first": takes_everything, "xla": lambda x, scale: -x * scale}
     out = dispatch.run(implementations, name, X, scale=2)
-    assert out.tolist() == ([0, -2, -4] if name == "second" else [0, 2, 4])
+    assert out.tolist() == ([0, -2, -4] if name == "xla" else [0, 2, 4])
 
 
 def test_none_passes_over_those_that_refuse():
-    implementations = {"a": refuses, "b": refuses, "c": takes_everything, "d": breaks}
+    implementations = {"a": refuses, "b": refuses, "c": takes_everything, "xla": breaks}
     assert dispatch.run(implementations, None, X, scale=3).tolist() == [0, 3, 6]
 
 
 def test_a_named_one_never_falls_back():
-    with pytest.raises(Unsupported, match=r"^x \(3,\) is not a multiple of 64$"):
-        dispatch.run({"a": refuses, "b": takes_everything}, "a", X)
+    with pytest.raises(Unsupported) as error:
+        dispatch.run({"a": refuses, "xla": takes_everything}, "a", X)
+    assert str(error.value) == "x (3,) is not a multiple of 64"
 
 
 def test_when_all_refuse_every_reason_is_told():
-    with pytest.raises(Unsupported, match=r"a: x \(3,\) is not .*; b: x \(3,\) is not"):
-        dispatch.run({"a": refuses, "b": refuses}, None, X)
+    with pytest.raises(Unsupported, match=r"a: x \(3,\) is not .*; xla: x \(3,\) is not"):
+        dispatch.run({"a": refuses, "xla": refuses}, None, X)
 
 
 @pytest.mark.parametrize("name", ["c", ""])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match=f"implementation='{name}' does not exist: take 'a', 'b'"):
-        dispatch.run({"a": refuses, "b": takes_everything}, name, X)
+    known = "take 'a', 'xla'"
+    with pytest.raises(ValueError, match=f"implementation='{name}' does not exist: {known}"):
+        dispatch.run({"a": refuses, "xla": takes_everything}, name, X)
 
 
 def test_a_fault_is_not_taken_for_a_refusal():
     with pytest.raises(ZeroDivisionError):
-        dispatch.run({"a": breaks, "b": takes_everything}, None, X)
+        dispatch.run({"a": breaks, "xla": takes_everything}, None, X)
+
+
+@pytest.mark.parametrize("name", [None, "kernel", "xla"])
+def test_the_gradient_is_that_of_the_reference(name):
+    """Through positional and named arrays, past None, integers and what is static."""
+
+    def reference(x, nothing, n, *, weight, power):
+        return (x**power * weight).sum() + n.sum()
+
+    def kernel(x, nothing, n, *, weight, power):
+        out = reference(x, nothing, n, weight=weight, power=power)
+        return jax.lax.stop_gradient(out) + 0.5  # no gradient of its own, other values
+
+    def f(x, weight):
+        implementations = {"kernel": kernel, "xla": reference}
+        n = jnp.arange(2)
+        return dispatch.run(implementations, name, x, None, n, weight=weight, power=3)
+
+    weight = jnp.asarray([1.0, -2.0, 0.5])
+    value, (of_x, of_weight) = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(X, weight)
+    x, w = np.arange(3.0), np.asarray(weight)
+    assert value == (x**3 * w).sum() + 1 + (0 if name == "xla" else 0.5)
+    np.testing.assert_allclose(of_x, 3 * x**2 * w)
+    np.testing.assert_allclose(of_weight, x**3)
+
+
+def test_a_hopper_gpu_is_known_by_the_device_that_is_lowered_for():
+    seen = []
+    lower_for_h200(lambda x: seen.append(dispatch.require_hopper()) or x, X)
+    assert seen == [132]
+
+
+def test_any_other_device_is_named():
+    cpu = jax.devices("cpu")[0]
+    refused = pytest.raises(Unsupported, match=r"Hopper GPU .*, not 'cpu'")
+    with jax.default_device(cpu), refused:
+        dispatch.require_hopper()
 
 
 def test_unsupported_can_be_caught_as_not_implemented():

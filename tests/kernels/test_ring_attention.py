@@ -1,13 +1,18 @@
 """ring_attention, every implementation, against float64 over the whole history."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
     DTYPES,
+    GARBAGE,
     LOCAL,
+    PUBLISHED_LOCAL,
     Fill,
+    Heads,
     History,
     assert_accurate,
     blank,
@@ -15,6 +20,8 @@ from attention_cases import (
     garbage,
     history,
     jitted,
+    on_hopper,
+    require_gpu,
     rounded,
 )
 
@@ -78,6 +85,13 @@ def test_every_number_of_new_positions(implementation, T):
 def test_odd_windows_and_rings_with_no_slot_to_spare(implementation, W, R, T):
     lengths = sorted({0, 1, W - 1, W, W + 1, R - T, R - 1, R, R + 1, 3 * R + 2})
     check(implementation, HEADS, "float32", T, W, R, lengths)
+
+
+@every_implementation
+@pytest.mark.parametrize(("W", "R", "T"), [(64, 128, 4), (64, 64, 1), (37, 128, 5), (113, 128, 16)])
+def test_small_rings_of_the_published_widths(implementation, W, R, T):
+    lengths = sorted({0, 1, W - 1, W, W + 1, R - T, R - 1, R, R + 1, 3 * R + 2})
+    check(implementation, PUBLISHED_LOCAL[-1], "bfloat16", T, W, R, lengths)
 
 
 @every_implementation
@@ -154,7 +168,7 @@ def refused(
         ({"window": 0}, ["window 0"]),
         ({"window": 62}, ["64 slots", "window 62 and 4 new positions", "R >= 65"]),
         ({"window": 1000}, ["64 slots", "window 1000 and 4 new positions", "R >= 1003"]),
-        ({"implementation": "nope"}, ["'nope' does not exist: take 'xla'"]),
+        ({"implementation": "nope"}, ["'nope' does not exist: take 'mosaic', 'xla'"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes, named):
@@ -170,3 +184,67 @@ def test_the_yardstick_catches_one_wrong_element(dtype, share):
     right[0, 0, 1, 7] += share * scale[0, 0, 1, 7]
     with pytest.raises(AssertionError, match=r"rms error|off by"):
         assert_accurate(right, (out, scale), dtype)
+
+
+# --- On a GPU: the published shapes, which its kernels are for -----------------------------------
+
+MOST = 16  # new positions
+
+
+@functools.cache
+def published(heads: Heads) -> tuple[History, tuple[np.ndarray, np.ndarray], tuple[list, dict]]:
+    """A row for each edge of the window and the ring, MOST new positions in each; what must come
+    out; the arguments, on the GPU."""
+    require_gpu()
+    W, R = heads.W, heads.W + 64
+    lengths = sorted({0, 1, 63, 64, 65, W - 1, W, W + 1, R - 1, R, R + 1, 3 * W})
+    h = history(heads, "bfloat16", lengths, MOST)
+    return h, h.expected(window=W), rings(h, R, W)
+
+
+def step(heads: Heads, T: int, kept: int | None = None, fill: float = GARBAGE):
+    """The arguments with T new positions, of which those from `kept` (T) on are `fill`."""
+    (q, k, v, length), keywords = published(heads)[2]
+    kept = T if kept is None else kept
+    k, v = (overwritten(x, length, kept, fill) for x in (k, v))
+    return [q[:, :T], k, v, length], keywords
+
+
+@jax.jit
+def overwritten(ring: jax.Array, length: jax.Array, kept: int, fill: float) -> jax.Array:
+    """`fill` in the slots of all new positions but the first `kept`."""
+    R = ring.shape[2]
+    t = (jnp.arange(R) - length[:, None]) % R
+    changed = (t >= kept) & (t < MOST)
+    return jnp.where(changed[:, None, :, None], jnp.asarray(fill, ring.dtype), ring)
+
+
+@pytest.mark.gpu
+@every_implementation
+@pytest.mark.parametrize("T", [1, 2, 4, 8, MOST])
+@pytest.mark.parametrize("heads", PUBLISHED_LOCAL, ids=str)
+def test_the_published_shapes(implementation, heads, T):
+    expected = [x[:, :T] for x in published(heads)[1]]
+    out = call(op, implementation, step(heads, T), must_run=on_hopper())
+    assert_accurate(out, expected, "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", PUBLISHED_LOCAL, ids=str)
+def test_a_row_of_the_kernel_has_the_same_bits_in_every_call(heads):
+    """Whatever T, the batch and the later proposals are."""
+    run = functools.partial(call, op, "mosaic", must_run=on_hopper())
+    verified = run(step(heads, MOST))
+    every = heads == PUBLISHED_LOCAL[-1]
+    for T in range(1, MOST) if every else (1, 2, 4, 8):
+        np.testing.assert_array_equal(run(step(heads, T)), verified[:, :T])
+    changed = run(step(heads, MOST, kept=2, fill=0.5))
+    np.testing.assert_array_equal(changed[:, :2], verified[:, :2])
+    assert (changed[:, 2:] != verified[:, 2:]).any(axis=(1, 2, 3)).all()
+    arguments, keywords = step(heads, 1)
+    for b in range(len(verified)):
+        alone = run(([x[b : b + 1] for x in arguments], keywords))
+        np.testing.assert_array_equal(alone, verified[b : b + 1, :1])
+    eight = slice(1, 9)
+    some = run(([x[eight] for x in arguments], keywords))
+    np.testing.assert_array_equal(some, verified[eight, :1])

@@ -1,0 +1,211 @@
+"""The kernel of ring_attention and global_attention on CPU: simulated, and lowered for an H200.
+
+On a GPU it runs in `test_ring_attention` and `test_global_attention`.
+"""
+
+import os
+
+# The simulator blocks a thread of XLA's CPU client for each warpgroup of the kernel.
+os.environ.setdefault("NPROC", "8")
+
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    PUBLISHED_GLOBAL,
+    PUBLISHED_LOCAL,
+    Heads,
+    assert_accurate,
+    history,
+    on_hopper,
+)
+from h200_lowering import lower_for_h200
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from test_global_attention import caches
+from test_ring_attention import rings
+
+from carat_jax.config import GemmaConfig
+from carat_jax.kv_state import abstract_state
+from carat_jax.model import abstract_params, forward
+from pallas_kernels import Unsupported, global_attention, ring_attention
+from pallas_kernels.split_keys import split_attention
+
+# --- Simulated -----------------------------------------------------------------------------------
+
+LOCAL = Heads("local", 1, 2, 256)
+TWO_LOCAL = Heads("two local", 2, 2, 256)
+COMPACT = Heads("compact", 1, 4, 512, P=128)
+NARROW = Heads("narrow compact", 1, 8, 256, P=128)
+PLAIN = Heads("plain", 1, 2, 512)
+TWO_PLAIN = Heads("two plain", 2, 2, 256)
+
+garbage_overflows = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+
+
+def simulated(arguments: tuple[list, dict], blocks: int) -> np.ndarray:
+    """A device of so many multiprocessors; KV heads share them, so few give few splits."""
+    positional, keywords = arguments
+    interpret = plgpu.InterpretGPUParams()
+    out = split_attention(*positional, **keywords, blocks=blocks, interpret=interpret)
+    return np.asarray(out, np.float32)
+
+
+@garbage_overflows
+@pytest.mark.parametrize(
+    ("heads", "lengths", "T", "W", "R", "blocks"),
+    [
+        (TWO_LOCAL, [0, 300], 1, 128, 192, 5),  # a block without work
+        (LOCAL, [63, 250], 4, 129, 192, 2),  # splits of one and of two tiles
+        (LOCAL, [70], 16, 49, 64, 3),  # no slot to spare
+        (TWO_LOCAL, [1, 127, 191], 2, 100, 128, 2),  # more groups than blocks
+    ],
+    ids=str,
+)
+def test_a_ring(heads, lengths, T, W, R, blocks):
+    h = history(heads, "bfloat16", lengths, T)
+    out = simulated(rings(h, R, W), blocks)
+    assert_accurate(out, h.expected(window=W), "bfloat16")
+
+
+@garbage_overflows
+@pytest.mark.parametrize(
+    ("heads", "lengths", "T", "S", "blocks"),
+    [
+        (COMPACT, [0, 191], 1, 192, 3),  # the first position of a cache and the last
+        (COMPACT, [126, 252], 4, 256, 2),  # splits grow at 128 and 256: one row meets that
+        (PLAIN, [65, 125], 4, 192, 2),
+        (NARROW, [120], 16, 192, 2),  # 128 query rows in four blocks, both sizes of splits
+        (TWO_PLAIN, [61, 130], 4, 192, 2),  # more groups than blocks: splits grow at every tile
+    ],
+    ids=str,
+)
+def test_a_global_cache(heads, lengths, T, S, blocks):
+    h = history(heads, "bfloat16", lengths, T)
+    out = simulated(caches(h, S), blocks)
+    assert_accurate(out, h.expected(), "bfloat16")
+
+
+@garbage_overflows
+@pytest.mark.parametrize("window", [100, None], ids=["ring", "global"])
+def test_verifying_gives_the_bits_of_decoding(window):
+    """Four positions in one call; two of them as sequences of their own, without those after.
+
+    All have tiles of 8 query rows: for others XLA's products on CPU add up in another order.
+    """
+    slots, length, T = 192, 126, 4  # splits grow at 128
+
+    def arguments(h):
+        return caches(h, slots) if window is None else rings(h, slots, window)
+
+    h = history(LOCAL, "bfloat16", [length], T)
+    verified = simulated(arguments(h), blocks=2)
+    alone, chosen = [], (0, 2)
+    for t in chosen:
+        q = h.q[:, t : t + 1]
+        alone.append(arguments(replace(h, q=q, length=h.length + t)))
+    batch = jax.tree.map(lambda *rows: jnp.concatenate(rows), *[given for given, _ in alone])
+    decoded = simulated((batch, alone[0][1]), blocks=2)
+    np.testing.assert_array_equal(decoded[:, 0], verified[0, chosen, :])
+
+
+# --- Lowered -------------------------------------------------------------------------------------
+
+
+def shapes(heads: Heads, B: int, T: int, slots: int, dtype: str = "bfloat16") -> dict:
+    """Arguments of an op as shapes only."""
+    N, widths = heads.K * heads.G, {"v": heads.H}
+    given = {"q": (B, T, N, heads.H)}
+    if heads.P:
+        given["q_rotated"] = (B, T, N, heads.P)
+        widths["k_rotated"] = heads.P
+    else:
+        widths["k"] = heads.H
+    given |= {name: (B, heads.K, slots, width) for name, width in widths.items()}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in given.items()}
+    return arrays | {"length": jax.ShapeDtypeStruct((B,), jnp.int32)}
+
+
+def lowered(heads: Heads, arguments: dict) -> str:
+    def call(k=None, **others):
+        if heads.W:
+            return ring_attention(k=k, **others, window=heads.W, implementation="mosaic")
+        return global_attention(k=k, **others, implementation="mosaic")
+
+    return lower_for_h200(call, **arguments)
+
+
+# (B, T): a decode step, a verify step, and many rows of query blocks. More where the kernel has
+# tiles of 8, 16 and 32 query rows for T = 1, 4 and 16, and for the size that is tuned most.
+SOME = [(1, 1), (8, 16)]
+MORE = {"31b": [(1, 1), (8, 1), (1, 4), (8, 16)], "e4b": [(1, 1), (1, 4), (8, 16)]}
+
+
+@pytest.mark.parametrize(
+    ("heads", "B", "T"),
+    [
+        pytest.param(heads, B, T, id=f"{'local' if heads.W else 'global'}-{heads}-B{B}-T{T}")
+        for heads in PUBLISHED_LOCAL + PUBLISHED_GLOBAL
+        for B, T in MORE.get(heads.name, SOME)
+    ],
+)
+def test_the_published_shapes_lower(heads, B, T):
+    text = lowered(heads, shapes(heads, B, T, slots=heads.W + 64 if heads.W else 8192))
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def test_a_decode_step_of_31b_reads_its_caches_where_they_lie():
+    """Each is written by a scatter and read by a kernel, and nothing else touches it."""
+    config = GemmaConfig.preset("31b")
+    state = abstract_state(config, 1, 8192)
+    text = lower_for_h200(
+        lambda params, tokens, state: forward(params, config, tokens, state),
+        abstract_params(config),
+        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        state,
+    )
+    kernels = set(re.findall(r"func private @(\w+)\((?:(?!func).)*?@mosaic_gpu", text, re.DOTALL))
+    caches, ring, whole = state.layers, state.layers[0], state.layers[5]
+    for leaf, each in ((ring.k, 2), (whole.v, 1), (whole.k_rotated, 1)):
+        array = f"tensor<{'x'.join(map(str, leaf.shape))}xbf16>"
+        number = sum(other.shape == leaf.shape for other in jax.tree.leaves(caches))
+        lines = [line for line in text.splitlines() if array in line]
+        uses = [re.sub(r"^\s*(%[\w:]+ = )?", "", line) for line in lines]
+        written = [use for use in uses if use.startswith("})")]  # the end of a scatter
+        read = [re.match(r"call @(\w+)", use)[1] for use in uses if use.startswith("call")]
+        frame = ("func.func", "return", "stablehlo.custom_call @mosaic_gpu")
+        assert len(written) == number
+        assert len(read) * each == number
+        assert set(read) <= kernels
+        others = [use for use in uses if not use.startswith(("})", "call", *frame))]
+        assert others == []
+    assert text.count('"stablehlo.scatter"') == len(jax.tree.leaves(caches))
+
+
+# --- Refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (shapes(COMPACT, 1, 1, 64, dtype="float32"), "bfloat16 only, not float32"),
+        (shapes(Heads("", 1, 2, 128), 1, 1, 64), "head width 128"),
+        (shapes(Heads("", 1, 2, 256, P=64), 1, 1, 64), "rotated widths 64"),
+        (shapes(COMPACT, 1, 1, 100), "slots 100"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_refused_by_name(arguments, reason):
+    with pytest.raises(Unsupported, match=reason):
+        lowered(COMPACT, arguments)
+
+
+@pytest.mark.skipif(on_hopper(), reason="there is one here")
+def test_without_a_hopper_gpu_it_is_refused():
+    arguments = shapes(COMPACT, 1, 1, 64)
+    with pytest.raises(Unsupported, match="Hopper"):
+        jax.eval_shape(
+            lambda **given: global_attention(k=None, **given, implementation="mosaic"), **arguments
+        )
