@@ -9,10 +9,19 @@ import jax.numpy as jnp
 
 from carat_jax import generate
 from carat_jax.config import GemmaConfig
+from carat_jax.generate import DECODE_STEPS
 from carat_jax.generation import Generation, Stats
-from carat_jax.kv_state import init_state
+from carat_jax.kv_state import abstract_state, init_state
 from carat_jax.model import Params
 from carat_jax.options import GenerateOptions
+from carat_jax.speculative import (
+    Speculation,
+    SpeculativeState,
+    check_speculation,
+    read_prompt,
+    speculate,
+    start,
+)
 from carat_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
 
 FINISH_REASONS = {
@@ -37,10 +46,16 @@ class BatchRun:
         prompts: list[list[int]],
         options: GenerateOptions,
         keys: jax.Array,
+        speculation: Speculation | None = None,
     ) -> None:
+        """Raises ValueError for a speculation that does not fit; nothing is allocated."""
+        longest = max(map(len, prompts))
+        self.slots = generate.capacity(longest + options.max_new_tokens, max_context)
+        if speculation is not None:
+            check_speculation(speculation, abstract_state(config, 1, self.slots), config)
         self.params = params
         self.config = config
-        self.max_context = max_context
+        self.speculation = speculation
         self.prompts = prompts
         self.options = options
         self.keys = keys
@@ -59,42 +74,64 @@ class BatchRun:
         self.state = None
 
     def advance(self, steps: int) -> Iterator[list[list[int]]]:
-        """Generates, and yields each row's new ids every `steps` tokens (after the first one).
+        """Generates, and yields each row's new ids every `steps` tokens (after the first one), or
+        with a drafter after as many rounds as bring that many at best.
 
         The next call is dispatched before the tokens of the last are fetched, so the device does
         not wait for the host; what it made after a stop string is dropped.
         """
-        params, config = self.params, self.config
         pending = self._begin()
         dispatched = 1
         while pending is not None:
             ahead = None
             if dispatched < self.options.max_new_tokens:
                 stopped = jnp.asarray([row.finish_reason is not None for row in self.rows])
-                ahead, self.state = generate.decode(
-                    params,
-                    config,
-                    self.state,
-                    jnp.int32(steps),
-                    stopped,
-                    size=generate.DECODE_STEPS,
-                )
-                dispatched += steps
+                ahead, least = self._more(steps, stopped)
+                dispatched += least
             yield self._collect(jax.device_get(pending))
             pending = None if all(row.finish_reason for row in self.rows) else ahead
 
     def _begin(self) -> generate.Tokens:
         """Prefills and chooses the first token."""
-        params, config, prompts = self.params, self.config, self.prompts
-        batch, longest = len(prompts), max(map(len, prompts))
-        slots = generate.capacity(longest + self.options.max_new_tokens, self.max_context)
-        self.state = init_state(config, batch, slots)
+        params, config, spec = self.params, self.config, self.speculation
+        batch, drafting = len(self.prompts), None
+        self.state = init_state(config, batch, self.slots)
+        if spec is not None:
+            room = self.slots + spec.num_proposals + 1
+            drafting = spec.drafter.init(config, batch, room)
         last = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
-        for tokens, new in generate.prefill_pieces(prompts):
+        for tokens, new in generate.prefill_pieces(self.prompts):
             last, self.state = generate.prefill_chunk(params, config, tokens, self.state, new, last)
+            if spec is not None:
+                drafting = read_prompt(spec.drafter, drafting, tokens, new)
         controls = generate.Controls.of(self.options, self.keys)
         first, self.state = generate.begin(params, config, last, self.state, controls)
+        if spec is not None:
+            self.state = start(spec.drafter, drafting, last, self.state, spec.num_proposals)
         return first
+
+    def _more(self, steps: int, stopped: jax.Array) -> tuple[generate.Tokens, int]:
+        """Dispatches a call for about `steps` tokens; what it will give, and how many at least."""
+        params, config, spec, most = self.params, self.config, self.speculation, DECODE_STEPS
+        if spec is None:
+            tokens, self.state = generate.decode(
+                params, config, self.state, jnp.int32(steps), stopped, size=most
+            )
+            return tokens, steps
+        K = spec.num_proposals
+        rounds = -(-steps // (K + 1))
+        tokens, self.state = speculate(
+            params,
+            config,
+            spec.drafter,
+            spec.rule,
+            self.state,
+            jnp.int32(rounds),
+            stopped,
+            num_proposals=K,
+            size=-(-most // (K + 1)) * (K + 1),
+        )
+        return tokens, rounds
 
     def _collect(self, out: generate.Tokens) -> list[list[int]]:
         """Adds fetched tokens to the rows; returns what each row took."""
@@ -130,9 +167,23 @@ class BatchRun:
             stats=Stats(
                 ttft_s=self.first_token_at - self.started,
                 tpot_s=decode_s / later if later > 0 else None,
+                **self._speculated(index),
             ),
             non_finite_step=len(row.tokens) if row.finish_reason == "non_finite" else None,
         )
+
+    def _speculated(self, index: int) -> dict[str, Any]:
+        """The fields of `Stats` that a drafter fills in."""
+        if not isinstance(self.state, SpeculativeState):
+            return {}
+        counts = jax.tree.map(lambda x: x[index], jax.device_get(self.state.counts))
+        rounds = max(int(counts.rounds), 1)
+        return {
+            "drafted": int(counts.drafted),
+            "accepted": int(counts.accepted),
+            "per_position": [int(n) / rounds for n in counts.per_position],
+            "acceptance_length": 1 + int(counts.accepted) / rounds,
+        }
 
 
 class Row:

@@ -18,6 +18,7 @@ from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import init_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
+from carat_jax.speculative import Drafter, Exact, Rule, Speculation
 from carat_jax.tokenizer import StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -113,7 +114,13 @@ class Gemma:
         )
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], **options: Any
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        drafter: Drafter | None = None,
+        num_proposals: int = 4,
+        acceptance: Rule | None = None,
+        **options: Any,
     ) -> Generation | list[Generation]:
         """Continues a prompt, or each prompt of a batch.
 
@@ -122,6 +129,10 @@ class Gemma:
             either. Rows do not mix: a row gets the tokens that it gets alone with its seed (see
             `GenerateOptions.seed`), though in bfloat16 rounding, which differs with the batch
             size, may decide between two nearly equal tokens.
+          drafter: speculative decoding: what guesses the next tokens (see `load_drafter`).
+          num_proposals: tokens that it guesses in a round.
+          acceptance: which guesses stand; None = `speculative.Exact()`, with which a drafter
+            changes the speed only.
           **options: fields of `GenerateOptions`; the checkpoint's defaults fill in the rest.
 
         Returns:
@@ -129,17 +140,27 @@ class Gemma:
 
         Raises:
           ValueError: before anything is compiled: an empty prompt, ids out of the vocabulary,
-            prompt + max_new_tokens beyond max_context, an option out of its range.
+            prompt + max_new_tokens beyond max_context, an option out of its range, a drafter of
+            another model, num_proposals beyond what drafter and rings allow.
         """
         single = _is_single(prompt)
-        run = self._prepare([prompt] if single else list(prompt), options)
+        speculation = _speculation(drafter, num_proposals, acceptance)
+        run = self._prepare([prompt] if single else list(prompt), options, speculation)
         with run:
             for _ in run.advance(generate.DECODE_STEPS):
                 pass
             results = [run.generation(row) for row in range(len(run.rows))]
         return results[0] if single else results
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        drafter: Drafter | None = None,
+        num_proposals: int = 4,
+        acceptance: Rule | None = None,
+        **options: Any,
+    ) -> Iterator[Piece]:
         """Continues one prompt, giving text as it comes; the last piece has the whole.
 
         The state is freed when the iterator ends, is closed, or is left by an exception.
@@ -147,7 +168,8 @@ class Gemma:
         """
         if not _is_single(prompt):
             raise ValueError("stream takes one prompt: use generate for a list")
-        return self._stream(self._prepare([prompt], options))
+        speculation = _speculation(drafter, num_proposals, acceptance)
+        return self._stream(self._prepare([prompt], options, speculation))
 
     def chat(
         self,
@@ -155,6 +177,9 @@ class Gemma:
         *,
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        drafter: Drafter | None = None,
+        num_proposals: int = 4,
+        acceptance: Rule | None = None,
         **options: Any,
     ) -> Generation:
         """Answers a conversation; `thinking` of the result is apart from `text`.
@@ -164,13 +189,20 @@ class Gemma:
           thinking: let the model think first.
           tools: JSON schemas of tools it may call; a call shows in
             `text` as `call:name{…}`, and is not parsed.
+          drafter, num_proposals, acceptance: as in `generate`.
           **options: fields of `GenerateOptions`.
 
         Raises:
           ValueError: malformed messages, no tokenizer, and as `generate`.
         """
         ids = self.chat_prompt(messages, thinking=thinking, tools=tools)
-        reply = self.generate(ids, **self.chat_options(options))
+        reply = self.generate(
+            ids,
+            drafter=drafter,
+            num_proposals=num_proposals,
+            acceptance=acceptance,
+            **self.chat_options(options),
+        )
         tokenizer, asked = self._need_tokenizer("chat"), self.options.replace(**options)
         hidden = asked.stop_token_ids
         shown = [t for t in reply.tokens if tokenizer.has_id(t) and t not in hidden]
@@ -231,7 +263,12 @@ class Gemma:
                 elif row.finish_reason is not None:
                     yield Piece(text, tokens, run.generation(0))
 
-    def _prepare(self, prompts: list[Prompt], given: Mapping[str, Any]) -> BatchRun:
+    def _prepare(
+        self,
+        prompts: list[Prompt],
+        given: Mapping[str, Any],
+        speculation: Speculation | None,
+    ) -> BatchRun:
         """Checks everything that can be checked; nothing is compiled or allocated before."""
         options = self.options.replace(**given)
         options.check_vocabulary(self.config.vocab_size)
@@ -248,7 +285,14 @@ class Gemma:
             )
         keys = generate.row_keys(options.seed, len(rows))
         return BatchRun(
-            self.params, self.config, self.tokenizer, self.max_context, rows, options, keys
+            self.params,
+            self.config,
+            self.tokenizer,
+            self.max_context,
+            rows,
+            options,
+            keys,
+            speculation,
         )
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -283,6 +327,14 @@ _forward = jax.jit(
     static_argnums=1,
     donate_argnums=3,
 )
+
+
+def _speculation(
+    drafter: Drafter | None, num_proposals: int, acceptance: Rule | None
+) -> Speculation | None:
+    if drafter is None:
+        return None
+    return Speculation(drafter, num_proposals, acceptance or Exact())
 
 
 def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:

@@ -341,7 +341,7 @@ def _decode(
     params: Params, config: GemmaConfig, state: DecodeState, steps: jax.Array | int, size: int
 ) -> tuple[Tokens, DecodeState]:
     before = state.generated
-    column = jax.eval_shape(lambda s: _columns(s, jnp.zeros_like(s.token), None), state)
+    column = jax.eval_shape(lambda s: columns(s, jnp.zeros_like(s.token), None), state)
     buffers = jax.tree.map(lambda c: jnp.zeros((c.shape[0], size, *c.shape[1:]), c.dtype), column)
 
     def running(carry):
@@ -376,12 +376,12 @@ def _choose(
     why = jnp.where(generated >= controls.limit, LENGTH, RUNNING)
     why = jnp.where(stop, STOP, why)
     why = jnp.where(finite, why, NON_FINITE)
-    column = _columns(state, token, logits)
+    column = columns(state, token, logits)
     finish = jnp.where(running, why, state.finish)
     return column, state.replace(token=token, generated=generated, finish=finish)
 
 
-def _columns(state: DecodeState, token: jax.Array, logits: jax.Array | None) -> dict:
+def columns(state: DecodeState, token: jax.Array, logits: jax.Array | None) -> dict:
     """The fields of `Tokens` for one step, without the column axis."""
     k = state.controls.num_logprobs
     if k is None:

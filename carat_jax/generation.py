@@ -5,15 +5,22 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Times of one generation, in seconds; a batch shares them.
+    """Times of one generation, in seconds, which a batch shares, and what speculation did.
 
     Attributes:
       ttft_s: from the call to the first token.
       tpot_s: for each token after the first, on average; None where there is none.
+      drafted, accepted: tokens proposed to this row, and those that stood; None without a drafter.
+      per_position: for each place in a round, the share of rounds in which that proposal stood.
+      acceptance_length: tokens a round, 1 + accepted / rounds.
     """
 
     ttft_s: float
     tpot_s: float | None
+    drafted: int | None = None
+    accepted: int | None = None
+    per_position: list[float] | None = None
+    acceptance_length: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ FLOORS = (
     ("carat_jax",),
     ("carat_jax.cli",),
     ("carat_jax.gemma", "carat_jax.engine", "carat_jax.training"),
+    ("carat_jax.batch_run",),
     ("carat_jax.speculative", "carat_jax.bench"),
-    ("carat_jax.generate", "carat_jax.batch_run", "carat_jax.memory"),
+    ("carat_jax.generate", "carat_jax.memory"),
     (
         "carat_jax.model",
         "carat_jax.attention",

@@ -1,0 +1,254 @@
+"""The speculative loop: propose, verify, accept, roll back, many rounds in one jitted call.
+
+Rolling back is lowering `length`: a ring has slots to spare for the proposals, so rejected ones
+have overwritten nothing that is still needed.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from carat_jax import generate
+from carat_jax.attention import MAX_DECODE_TOKENS
+from carat_jax.config import GemmaConfig
+from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
+from carat_jax.kv_state import KVState, max_decode_tokens
+from carat_jax.model import Params, head, hidden_states
+from carat_jax.speculative.acceptance import Exact, Rule
+from carat_jax.speculative.protocol import Drafter, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """How a generation is to speculate.
+
+    Attributes:
+      drafter: what proposes.
+      num_proposals: K, tokens proposed in a round.
+      rule: which of them stand.
+    """
+
+    drafter: Drafter
+    num_proposals: int = 4
+    rule: Rule = dataclasses.field(default_factory=Exact)
+
+
+class Counts(struct.PyTreeNode):
+    """What speculation did, since its start.
+
+    Attributes:
+      rounds: int32 [B], passes of the target in which a row took part.
+      drafted, accepted: int32 [B], tokens.
+      per_position: int32 [B, K], how often the i-th proposal of a round was accepted.
+    """
+
+    rounds: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    per_position: jax.Array
+
+
+class SpeculativeState(struct.PyTreeNode):
+    """A batch in the middle of generating with a drafter.
+
+    Attributes:
+      decode: as without a drafter.
+      hidden: [B, D], see `Target`.
+      drafter: the drafter's own state.
+      counts: so far.
+    """
+
+    decode: DecodeState
+    hidden: jax.Array
+    drafter: Any
+    counts: Counts
+
+
+def check_speculation(speculation: Speculation, state: KVState, config: GemmaConfig) -> None:
+    """Raises ValueError unless K proposals and the token before them fit one step.
+
+    Args:
+      state: of the target, or its shapes.
+    """
+    drafter, K = speculation.drafter, speculation.num_proposals
+    if not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"drafter is a {type(drafter).__name__}: give what `load_drafter` returns, or a "
+            "`speculative.Drafter` of your own"
+        )
+    slack = max_decode_tokens(state, config)
+    most = min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if slack is None else slack) - 1
+    most = min(most, drafter.max_proposals)
+    if isinstance(K, bool) or not isinstance(K, int) or not 1 <= K <= most:
+        raise ValueError(
+            f"num_proposals = {K!r}: {type(drafter).__name__} and the slack of the rings allow "
+            f"1 to {most}"
+        )
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def read_prompt(drafter: Drafter, state: Any, tokens: jax.Array, new: jax.Array) -> Any:
+    """`Drafter.prefill` under jit."""
+    return drafter.prefill(state, tokens, new)
+
+
+def start(
+    drafter: Drafter,
+    drafter_state: Any,
+    hidden: jax.Array,
+    decode: DecodeState,
+    num_proposals: int,
+) -> SpeculativeState:
+    """The state after the first token, which `generate.begin` chose from `hidden` [B, D]."""
+    B = hidden.shape[0]
+    new = (decode.generated > 0).astype(jnp.int32)
+    # Each an array of its own: all of them are donated.
+    rounds, drafted, accepted = (jnp.zeros((B,), jnp.int32) for _ in range(3))
+    counts = Counts(rounds, drafted, accepted, jnp.zeros((B, num_proposals), jnp.int32))
+    observed = drafter.observe(drafter_state, decode.token[:, None], new)
+    return SpeculativeState(decode, hidden, observed, counts)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "num_proposals", "size"), donate_argnames="state"
+)
+def speculate(
+    params: Params,
+    config: GemmaConfig,
+    drafter: Drafter,
+    rule: Rule,
+    state: SpeculativeState,
+    rounds: jax.Array,
+    stopped: jax.Array,
+    *,
+    num_proposals: int,
+    size: int,
+) -> tuple[Tokens, SpeculativeState]:
+    """Up to `rounds` rounds, fewer where every row ends before.
+
+    Args:
+      params, config: the target.
+      drafter: what proposes.
+      rule: which proposals are accepted.
+      state: donated.
+      rounds: int32, at most size / (num_proposals + 1); traced.
+      stopped: bool [B], rows that the caller ends now.
+      num_proposals: K, static; see `check_num_proposals`.
+      size: static, columns of the result.
+
+    Returns:
+      Tokens, of which each row has its own number, and the state.
+    """
+    decode = state.decode
+    finish = jnp.where(stopped & (decode.finish == RUNNING), STOP, decode.finish)
+    state = state.replace(decode=decode.replace(finish=finish))
+    rounds = jnp.minimum(rounds, size // (num_proposals + 1))
+    before = decode.generated
+    column = jax.eval_shape(
+        lambda s: generate.columns(s, jnp.zeros_like(s.token), None), state.decode
+    )
+    buffers = jax.tree.map(lambda c: jnp.zeros((c.shape[0], size, *c.shape[1:]), c.dtype), column)
+
+    def running(carry):
+        i, state, _ = carry
+        return (i < rounds) & jnp.any(state.decode.finish == RUNNING)
+
+    def step(carry):
+        i, state, buffers = carry
+        start = state.decode.generated - before
+        emitted, count, state = _round(params, config, drafter, rule, state, num_proposals)
+        index = jnp.arange(num_proposals + 1)
+        place = jnp.where(index < count[:, None], start[:, None] + index, size)  # else dropped
+        rows = jnp.arange(place.shape[0])[:, None]
+        buffers = jax.tree.map(lambda b, e: b.at[rows, place].set(e, mode="drop"), buffers, emitted)
+        return i + 1, state, buffers
+
+    _, state, buffers = lax.while_loop(running, step, (jnp.int32(0), state, buffers))
+    count = state.decode.generated - before
+    return Tokens(num_tokens=count, finish=state.decode.finish, **buffers), state
+
+
+def _round(
+    params: Params,
+    config: GemmaConfig,
+    drafter: Drafter,
+    rule: Rule,
+    state: SpeculativeState,
+    K: int,
+) -> tuple[dict[str, jax.Array], jax.Array, SpeculativeState]:
+    """One round: fields of `Tokens` with K + 1 columns, how many of them count, the state."""
+    decode, controls = state.decode, state.decode.controls
+    length, running = decode.kv.length, decode.finish == RUNNING
+    keys = jax.vmap(jax.random.fold_in)(controls.sampling.keys, length)
+    target = Target(params, config, decode.kv, decode.token, state.hidden)
+    proposal, drafted = drafter.propose(state.drafter, target, K, keys)
+
+    fed = jnp.concatenate([decode.token[:, None], proposal.tokens], axis=1)
+    new = jnp.where(running, K + 1, 0)
+    hidden, kv = hidden_states(params, config, fed, decode.kv, new=new)
+    logits = head(params, config, hidden)  # [B, K + 1, V]
+    allowed = logits.at[..., controls.suppressed].set(-jnp.inf, mode="drop")
+    verdict = rule.accept(allowed, proposal, controls.sampling, length + 1)
+
+    index = jnp.arange(K + 1)
+    tokens = jnp.concatenate([proposal.tokens, verdict.token[:, None]], axis=1)
+    tokens = jnp.where(index == verdict.accepted[:, None], verdict.token[:, None], tokens)
+    count, finish = _cut(decode, tokens, verdict.accepted + 1, jnp.isfinite(logits).all(-1))
+    count = jnp.where(running, count, 0)
+    # Of what was fed, as much stays as was emitted: the last token emitted is not fed yet.
+    kv = kv.replace(length=length + count)
+    last = jnp.maximum(count - 1, 0)
+    took = count > 0
+    token = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
+    newest = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    after = decode.replace(
+        kv=kv,
+        token=jnp.where(took, token, decode.token),
+        generated=decode.generated + count,
+        finish=jnp.where(running, finish, decode.finish),
+    )
+    accepted = jnp.minimum(verdict.accepted, count)
+    counts = Counts(
+        rounds=state.counts.rounds + running,
+        drafted=state.counts.drafted + jnp.where(running, K, 0),
+        accepted=state.counts.accepted + accepted,
+        per_position=state.counts.per_position + (index[:K] < accepted[:, None]),
+    )
+    emitted = jax.vmap(generate.columns, in_axes=(None, 1, 1), out_axes=1)(decode, tokens, logits)
+    state = SpeculativeState(
+        decode=after,
+        hidden=jnp.where(took[:, None], newest, state.hidden),
+        drafter=drafter.observe(drafted, tokens, count),
+        counts=counts,
+    )
+    return emitted, count, state
+
+
+def _cut(
+    decode: DecodeState, tokens: jax.Array, count: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """How many of a round's tokens [B, K + 1] are emitted, and why the row ends (or RUNNING).
+
+    What plain decoding would have done token by token: nothing after a stop id or the limit, and
+    no token from logits [B, K + 1] that are not finite.
+    """
+    controls = decode.controls
+    index = jnp.arange(tokens.shape[1])
+    chosen = index < count[:, None]
+    stop = (tokens[..., None] == controls.stop_ids).any(-1) & chosen
+    full = (decode.generated[:, None] + index + 1 >= controls.limit[:, None]) & chosen
+    bad = ~finite & chosen
+    why = jnp.where(full, LENGTH, RUNNING)
+    why = jnp.where(stop, STOP, why)
+    why = jnp.where(bad, NON_FINITE, why)
+    ends = why != RUNNING
+    first = jnp.argmax(ends, axis=1)
+    finish = jnp.take_along_axis(why, first[:, None], axis=1)[:, 0]
+    emitted = first + (finish != NON_FINITE)
+    any_end = ends.any(1)
+    return jnp.where(any_end, emitted, count), jnp.where(any_end, finish, RUNNING)
