@@ -6,8 +6,9 @@ the rows on its narrow one (8 wide in decode), so that few rows waste no work.
 
 Decode of the 26B-A4B shape, one token: 8 experts of 3 · 2816 · 704 weights are 95 MB a layer, 20
 µs at 4.69 TB/s, two thirds of them gated. On 8 rows, 7 of them idle, that is 0.8 GFLOP, under 2
-µs. Expected: 15 µs gated (88 blocks on 132 SMs, each with a full ring in flight) and 8 µs plain
-(352 short blocks, three to an SM), with 2 µs of start in each.
+µs. Predicted: 15 µs gated (88 blocks on 132 SMs, each with a full ring in flight) and 8 µs plain
+(352 short blocks, three to an SM). Measured on an H200: 28 µs for both kernels, 42 with what
+lies between them and the next layer; with 16 tokens 225 of a floor of 214.
 """
 
 import functools

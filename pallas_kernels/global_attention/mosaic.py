@@ -1,8 +1,4 @@
-"""global_attention on Hopper: see `pallas_kernels.split_keys`.
-
-H200, bfloat16, heads of 31B (K 4, G 8, H 512, compact), the kernel alone: see
-benchmarks/h200/attention_*.json for the times against the floor.
-"""
+"""global_attention on Hopper: see `pallas_kernels.split_keys`."""
 
 from typing import Any
 

@@ -3,11 +3,6 @@
 On a GPU it runs in `test_ring_attention` and `test_global_attention`.
 """
 
-import os
-
-# The simulator blocks a thread of XLA's CPU client for each warpgroup of the kernel.
-os.environ.setdefault("NPROC", "8")
-
 import re
 from dataclasses import replace
 
