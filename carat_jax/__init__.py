@@ -6,12 +6,13 @@
     print(gemma.generate("def main(", max_new_tokens=64).text)
 
 The functional level, for scripts that own the loop: `GemmaConfig`, `load_params`, `init_params`,
-`init_state`, `forward`, `generate_tokens`.
+`init_state`, `forward`, `generate_tokens`. Speculative decoding: `load_drafter`, `speculative`.
 """
 
+from carat_jax import speculative
 from carat_jax.checkpoint import CheckpointError, load_params
 from carat_jax.config import ConfigError, GemmaConfig
-from carat_jax.gemma import Gemma, load
+from carat_jax.gemma import Gemma, load, load_drafter
 from carat_jax.generate import Tokens, generate_tokens
 from carat_jax.generation import Generation, Piece, Stats
 from carat_jax.kv_state import GlobalKV, KVState, RingKV, init_state
@@ -40,6 +41,8 @@ __all__ = [
     "init_params",
     "init_state",
     "load",
+    "load_drafter",
     "load_params",
     "memory_estimate",
+    "speculative",
 ]

@@ -1,5 +1,6 @@
 """One batch being generated, as the host sees it: prefill, then calls of `decode` until it ends."""
 
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,8 @@ class BatchRun:
         self.slots = generate.capacity(longest + options.max_new_tokens, max_context)
         if speculation is not None:
             check_speculation(speculation, abstract_state(config, 1, self.slots), config)
+            begin = functools.partial(speculation.drafter.init, config, len(prompts), self.slots)
+            jax.eval_shape(begin)  # for what it refuses
         self.params = params
         self.config = config
         self.speculation = speculation
@@ -97,8 +100,7 @@ class BatchRun:
         batch, drafting = len(self.prompts), None
         self.state = init_state(config, batch, self.slots)
         if spec is not None:
-            room = self.slots + spec.num_proposals + 1
-            drafting = spec.drafter.init(config, batch, room)
+            drafting = spec.drafter.init(config, batch, self.slots)
         last = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
         for tokens, new in generate.prefill_pieces(self.prompts):
             last, self.state = generate.prefill_chunk(params, config, tokens, self.state, new, last)

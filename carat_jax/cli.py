@@ -217,13 +217,29 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, metavar="N", help="another number, another text (default 0)"
     )
     group.add_argument(
+        "--drafter",
+        metavar="DRAFTER",
+        help='guess ahead, for speed: "ngram", or folder or hub id of an assistant drafter or of a '
+        "smaller model with the same vocabulary",
+    )
+    group.add_argument(
+        "--num-proposals", type=int, metavar="K", help="tokens guessed at once (default 4)"
+    )
+    group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def _options(args: argparse.Namespace, model: gemma.Gemma) -> dict[str, Any]:
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.drafter is not None:
+        options["drafter"] = gemma.load_drafter(args.drafter, model)
+        if args.num_proposals is not None:
+            options["num_proposals"] = args.num_proposals
+    elif args.num_proposals is not None:
+        raise ValueError("--num-proposals is for a drafter: give --drafter too")
+    return options
 
 
 def _load(args: argparse.Namespace) -> gemma.Gemma:
@@ -234,11 +250,11 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model = _load(args)
     if args.json:
-        generation = model.generate(prompt, **_options(args))
+        generation = model.generate(prompt, **_options(args, model))
         print(json.dumps(dataclasses.asdict(generation)))
         _check_finite(generation)
         return
-    pieces = model.stream(prompt, **_options(args))
+    pieces = model.stream(prompt, **_options(args, model))
     sys.stdout.write(prompt)
     _print_stream(pieces)
 
@@ -265,6 +281,7 @@ def _check_finite(generation: Generation) -> None:
 
 def _chat(args: argparse.Namespace) -> None:
     model = _load(args)
+    options = _options(args, model)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     while True:
         try:
@@ -275,13 +292,13 @@ def _chat(args: argparse.Namespace) -> None:
             return
         messages.append({"role": "user", "content": text})
         if args.thinking:
-            reply = model.chat(messages, thinking=True, **_options(args))
+            reply = model.chat(messages, thinking=True, **options)
             if reply.thinking:
                 print(f"[thinking] {reply.thinking}\n")
             print(reply.text)
         else:
             ids = model.chat_prompt(messages)
-            reply = _print_stream(model.stream(ids, **model.chat_options(_options(args))))
+            reply = _print_stream(model.stream(ids, **model.chat_options(options)))
         messages.append({"role": "assistant", "content": reply.text})
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax import checkpoint, compilation_cache, generate
+from carat_jax import checkpoint, compilation_cache, config_json, generate
 from carat_jax.batch_run import BatchRun
 from carat_jax.chat import ChatFormat, split_thinking
 from carat_jax.config import GemmaConfig
@@ -19,6 +19,9 @@ from carat_jax.kv_state import init_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
 from carat_jax.speculative import Drafter, Exact, Rule, Speculation
+from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
+from carat_jax.speculative.drafters.model import Model
+from carat_jax.speculative.drafters.ngram import Ngram
 from carat_jax.tokenizer import StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -78,6 +81,30 @@ def load(
     chat_format = ChatFormat.from_folder(folder, config.hidden_size_per_layer_input == 0)
     params = checkpoint.load_params(folder, config, progress=progress)
     return Gemma(config, params, tokenizer, chat_format, options, max_context or limit)
+
+
+def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -> Drafter:
+    """What `generate(drafter=…)` takes, for this model.
+
+    Args:
+      source: "ngram" (copies from prompt and text, no weights); or a folder or hub id, of an
+        assistant drafter or of a smaller model with the same vocabulary.
+      gemma: the model to be accelerated; the drafter takes its dtype.
+      progress: show progress bars on a terminal.
+
+    Raises:
+      FileNotFoundError: no such folder or id.
+      ConfigError, CheckpointError, ValueError: a file that cannot be used, or a drafter that
+        does not fit the model; the message names both fields.
+    """
+    if source == "ngram":
+        return Ngram()
+    folder = checkpoint.resolve(source)
+    kind = config_json.read(folder).get("model_type")
+    if isinstance(kind, str) and kind.endswith("_assistant"):
+        return load_assistant(folder, gemma.config)
+    config = dataclasses.replace(GemmaConfig.from_json(folder), dtype=gemma.config.dtype)
+    return Model(checkpoint.load_params(folder, config, progress=progress), config)
 
 
 class Gemma:

@@ -278,14 +278,19 @@ def _param_shapes(config: GemmaConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def init_params(config: GemmaConfig, key: jax.Array) -> Params:
-    """Random weights of the model's real shapes, made on the device leaf by leaf.
+    """Random weights of the model's real shapes, by `random_params`."""
+    return random_params(abstract_params(config), key)
+
+
+def random_params(shapes: Params, key: jax.Array) -> Params:
+    """Random weights for a tree like that of `abstract_params`, made on the device leaf by leaf.
 
     Norm weights, layer and router scales are one, except that of queries: H^-1/2, since scores
     have no other scale. Matrices are normal with variance one over the width they sum over.
     """
     leaves = {
         path: _init_leaf(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, _fan_in(path, leaf))
-        for i, (path, leaf) in enumerate(_param_shapes(config).items())
+        for i, (path, leaf) in enumerate(traverse_util.flatten_dict(shapes, sep="/").items())
     }
     for path, leaf in leaves.items():
         if path.endswith("/q_norm"):

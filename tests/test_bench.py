@@ -12,9 +12,10 @@ import small_model
 from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import cli, compilation_cache, memory
-from carat_jax.bench import decode, random_model, report
+from carat_jax.bench import decode, random_model, report, speculative
 from carat_jax.config import PRESETS
 from carat_jax.model import param_bytes
+from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
 CONFIG = small_model.CONFIG
 
@@ -115,6 +116,41 @@ def test_random_models():
     assert ids.shape == (3, 500)
     assert ids.min() >= 0
     assert config.vocab_size - 10 < ids.max() < config.vocab_size
+
+
+def test_speculative(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(speculative, "REPEATS", 3)
+    drafter = AssistantConfig.for_target(CONFIG, hidden_size=16, intermediate_size=32)
+    monkeypatch.setattr(AssistantConfig, "preset", lambda name: drafter)
+    argv = ["--config", "small", "--batch", "2", "--context", "128", "--dtype", "float32"]
+    argv += ["--acceptance", "1", "0.5"]
+    result, lines = measured(capsys, tmp_path, "speculative", *argv)
+    assert result["acceptance"] == "scripted"
+    assert lines[0] == "acceptance is scripted"
+    (row,) = result["rows"]
+    assert (row["config"], row["batch"], row["context"], row["proposals"]) == ("small", 2, 128, 2)
+    first, second = row["per_position"]
+    assert first == 1
+    assert 0.3 < second < 0.7  # of some 250 draws
+    assert row["acceptance_length"] == pytest.approx(1 + first + second, abs=0.01)
+    per_token = row["round_ms"] / row["acceptance_length"]
+    assert row["ms_per_token"] == pytest.approx(per_token, rel=0.02)
+    assert row["speedup"] == pytest.approx(row["step_ms"] / row["ms_per_token"], rel=0.05)
+    rest = row["round_ms"] - row["draft_ms"] - row["verify_ms"]
+    assert row["loop_share"] == pytest.approx(rest / row["round_ms"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--acceptance", "0.5", "0.7"], "none above the last"),
+        (["--acceptance", *["1"] * 16, "--context", "128"], "num_proposals = 16"),
+        (["--context", "1"], "--context 1"),
+    ],
+)
+def test_speculative_refuses(capsys, argv, message):
+    assert cli.main(["bench", "speculative", "--config", "small", *argv]) == 1
+    assert message in capsys.readouterr().err
 
 
 HLO = """

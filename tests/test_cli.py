@@ -78,7 +78,7 @@ def test_the_commands():
     assert set(ALL) == {
         "carat", "carat generate", "carat chat", "carat info", "carat convert", "carat bench",
         "carat bench decode", "carat bench prefill", "carat bench attention",
-        "carat bench ablation",
+        "carat bench ablation", "carat bench speculative",
     }  # fmt: skip
 
 

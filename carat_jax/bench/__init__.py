@@ -6,11 +6,12 @@ and `table(result) -> str`.
 
 from types import ModuleType
 
-from carat_jax.bench import ablation, attention, decode, prefill
+from carat_jax.bench import ablation, attention, decode, prefill, speculative
 
 BENCHMARKS: dict[str, ModuleType] = {
     "attention": attention,
     "decode": decode,
     "prefill": prefill,
+    "speculative": speculative,
     "ablation": ablation,
 }

@@ -54,7 +54,7 @@ def recipes(config: GemmaConfig) -> dict[str, Recipe]:
     """A recipe for each parameter, by its path in the tree ("layers_0/mlp/down")."""
     result: dict[str, Recipe] = dict(_model(config))
     for spec in config.layers:
-        for name, recipe in _layer(config, spec):
+        for name, recipe in layer_recipes(config, spec, f"layers.{spec.index}."):
             result[f"layers_{spec.index}/{name}"] = recipe
     return result
 
@@ -69,7 +69,7 @@ def unused(config: GemmaConfig) -> frozenset[str]:
     )
 
 
-def _one(
+def single(
     name: str,
     shape: tuple[int, ...],
     view: tuple[int, ...] | None = None,
@@ -84,39 +84,43 @@ def _one(
 
 def _model(c: GemmaConfig) -> Iterator[tuple[str, Recipe]]:
     V, D = c.vocab_size, c.hidden_size
-    yield "embed_tokens", _one("embed_tokens.weight", (V, D))
-    yield "norm", _one("norm.weight", (D,))
+    yield "embed_tokens", single("embed_tokens.weight", (V, D))
+    yield "norm", single("norm.weight", (D,))
     if P := c.hidden_size_per_layer_input:
         L, rows = c.num_hidden_layers, c.vocab_size_per_layer_input
         yield (
             "embed_tokens_per_layer",
-            _one("embed_tokens_per_layer.weight", (rows, L * P), (rows, L, P)),
+            single("embed_tokens_per_layer.weight", (rows, L * P), (rows, L, P)),
         )
         yield (
             "per_layer_model_projection",
-            _one("per_layer_model_projection.weight", (L * P, D), (L, P, D), (2, 0, 1)),
+            single("per_layer_model_projection.weight", (L * P, D), (L, P, D), (2, 0, 1)),
         )
-        yield "per_layer_projection_norm", _one("per_layer_projection_norm.weight", (P,))
+        yield "per_layer_projection_norm", single("per_layer_projection_norm.weight", (P,))
 
 
-def _layer(c: GemmaConfig, s: LayerSpec) -> Iterator[tuple[str, Recipe]]:
-    prefix, D, F = f"layers.{s.index}.", c.hidden_size, s.mlp_width
+def layer_recipes(
+    config: GemmaConfig, spec: LayerSpec, prefix: str
+) -> Iterator[tuple[str, Recipe]]:
+    """A recipe for each parameter of a `Block`; `prefix` begins the names of its tensors."""
+    c, s = config, spec
+    D, F = c.hidden_size, s.mlp_width
     for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
                  "post_feedforward_layernorm"):  # fmt: skip
-        yield name, _one(f"{prefix}{name}.weight", (D,))
-    yield "layer_scalar", _one(f"{prefix}layer_scalar", (1,))
+        yield name, single(f"{prefix}{name}.weight", (D,))
+    yield "layer_scalar", single(f"{prefix}layer_scalar", (1,))
     yield from _attention(c, s, f"{prefix}self_attn.")
     gate_up = tuple(
         Part(f"{prefix}mlp.{name}_proj.weight", (F, D), (F, 1, D), (0, i, 0))
         for i, name in enumerate(("gate", "up"))
     )
     yield "mlp/gate_up", Recipe(gate_up, (D, 2, F), (2, 1, 0))
-    yield "mlp/down", _one(f"{prefix}mlp.down_proj.weight", (D, F), order=(1, 0))
+    yield "mlp/down", single(f"{prefix}mlp.down_proj.weight", (D, F), order=(1, 0))
     if P := c.hidden_size_per_layer_input:
         for name, shape in (("per_layer_input_gate", (P, D)), ("per_layer_projection", (D, P))):
-            yield name, _one(f"{prefix}{name}.weight", shape, order=(1, 0))
+            yield name, single(f"{prefix}{name}.weight", shape, order=(1, 0))
         name = "post_per_layer_input_norm"
-        yield name, _one(f"{prefix}{name}.weight", (D,))
+        yield name, single(f"{prefix}{name}.weight", (D,))
     if c.num_experts:
         yield from _experts(c, prefix)
 
@@ -128,22 +132,22 @@ def _attention(c: GemmaConfig, s: LayerSpec, prefix: str) -> Iterator[tuple[str,
         for i, name in enumerate(("k_proj",) if s.shared_projection else ("k_proj", "v_proj")):
             start = (0, 0, G + i, 0)
             parts.append(Part(f"{prefix}{name}.weight", (K * H, D), (K, 1, H, D), start))
-        yield "attention/k_norm", _one(f"{prefix}k_norm.weight", (H,))
+        yield "attention/k_norm", single(f"{prefix}k_norm.weight", (H,))
     width = G + len(parts) - 1
     yield "attention/qkv", Recipe(tuple(parts), (D, K, width, H), (3, 0, 1, 2))
     o = f"{prefix}o_proj.weight"
-    yield "attention/o", _one(o, (D, K * G * H), (D, K, G, H), (1, 2, 3, 0))
-    yield "attention/q_norm", _one(f"{prefix}q_norm.weight", (H,))
+    yield "attention/o", single(o, (D, K * G * H), (D, K, G, H), (1, 2, 3, 0))
+    yield "attention/q_norm", single(f"{prefix}q_norm.weight", (H,))
 
 
 def _experts(c: GemmaConfig, prefix: str) -> Iterator[tuple[str, Recipe]]:
     D, E, F = c.hidden_size, c.num_experts, c.moe_intermediate_size
     for name in ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1",
                  "post_feedforward_layernorm_2"):  # fmt: skip
-        yield name, _one(f"{prefix}{name}.weight", (D,))
-    yield "experts/router", _one(f"{prefix}router.proj.weight", (E, D), order=(1, 0))
-    yield "experts/router_scale", _one(f"{prefix}router.scale", (D,))
-    yield "experts/per_expert_scale", _one(f"{prefix}router.per_expert_scale", (E,))
+        yield name, single(f"{prefix}{name}.weight", (D,))
+    yield "experts/router", single(f"{prefix}router.proj.weight", (E, D), order=(1, 0))
+    yield "experts/router_scale", single(f"{prefix}router.scale", (D,))
+    yield "experts/per_expert_scale", single(f"{prefix}router.per_expert_scale", (E,))
     gate_up = f"{prefix}experts.gate_up_proj"
-    yield "experts/gate_up", _one(gate_up, (E, 2 * F, D), (E, 2, F, D), (0, 3, 1, 2))
-    yield "experts/down", _one(f"{prefix}experts.down_proj", (E, D, F), order=(0, 2, 1))
+    yield "experts/gate_up", single(gate_up, (E, 2 * F, D), (E, 2, F, D), (0, 3, 1, 2))
+    yield "experts/down", single(f"{prefix}experts.down_proj", (E, D, F), order=(0, 2, 1))

@@ -19,7 +19,7 @@ from carat_jax.config import GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
 from carat_jax.kv_state import KVState, max_decode_tokens
 from carat_jax.model import Params, head, hidden_states
-from carat_jax.speculative.acceptance import Exact, Rule
+from carat_jax.speculative.acceptance import Exact, Rule, drafting_keys
 from carat_jax.speculative.protocol import Drafter, Target
 
 
@@ -184,7 +184,7 @@ def _round(
     """One round: fields of `Tokens` with K + 1 columns, how many of them count, the state."""
     decode, controls = state.decode, state.decode.controls
     length, running = decode.kv.length, decode.finish == RUNNING
-    keys = jax.vmap(jax.random.fold_in)(controls.sampling.keys, length)
+    keys = drafting_keys(controls.sampling, length)
     target = Target(params, config, decode.kv, decode.token, state.hidden)
     proposal, drafted = drafter.propose(state.drafter, target, K, keys)
 

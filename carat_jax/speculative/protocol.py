@@ -60,7 +60,7 @@ class Drafter(struct.PyTreeNode):
         Args:
           config: of the target.
           batch: rows.
-          max_context: tokens that a sequence may come to, proposals included.
+          max_context: tokens that a sequence may come to; guesses may lie beyond.
         """
         del config, batch, max_context
 

@@ -1,13 +1,17 @@
 """A drafter given to Gemma: the same text as without one, other numbers, clear refusals."""
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import carat_jax as carat
+from carat_jax import cli, compilation_cache
 from carat_jax.speculative import Drafter, Proposal
 
-PROMPTS = ["def main(", "import os\n"]
+PROMPTS, K = ["def main(", "import os\n"], 3
 
 
 class Repeats(Drafter):
@@ -48,9 +52,10 @@ def same(a, b):
     ids=["greedy", "sampled", "stop string", "one token"],
 )
 def test_a_drafter_changes_nothing_but_speed(gemma, options):
-    options = {"max_new_tokens": 40, "logprobs": 2} | options
+    options = {"max_new_tokens": 33, "logprobs": 2} | options
     plain = gemma.generate(PROMPTS, **options)
-    drafted = gemma.generate(PROMPTS, drafter=Repeats(), num_proposals=3, **options)
+    wrong = Knows(jnp.full((2, 33 + K), 7))  # of the shapes of the one that is right: compiled once
+    drafted = gemma.generate(PROMPTS, drafter=wrong, num_proposals=K, **options)
     for a, b in zip(plain, drafted, strict=True):
         assert same(a, b)
         assert b.logprobs == pytest.approx(a.logprobs, abs=1e-4)
@@ -58,11 +63,12 @@ def test_a_drafter_changes_nothing_but_speed(gemma, options):
 
 
 def test_stats_of_a_drafter_that_is_always_right(gemma):
-    n, K = 33, 3
-    plain = gemma.generate(PROMPTS, max_new_tokens=n)
+    plain = gemma.generate(PROMPTS, max_new_tokens=33, logprobs=2)
     assert plain[0].stats.drafted is plain[0].stats.acceptance_length is None
     table = jnp.asarray([g.tokens + [0] * K for g in plain])
-    drafted = gemma.generate(PROMPTS, drafter=Knows(table), num_proposals=K, max_new_tokens=n)
+    drafted = gemma.generate(
+        PROMPTS, drafter=Knows(table), num_proposals=K, max_new_tokens=33, logprobs=2
+    )
     for a, b in zip(plain, drafted, strict=True):
         assert same(a, b)
         # 32 tokens after the first one, four a round
@@ -91,3 +97,48 @@ def test_a_stream_with_a_drafter(gemma):
 def test_what_cannot_be_is_refused(gemma, given, message):
     with pytest.raises(ValueError, match=message):
         gemma.generate("a", **given)
+
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def small_gemma():
+    return carat.load(FIXTURES / "dense_31b_like", progress=False)
+
+
+@pytest.mark.parametrize("source", ["ngram", "drafter_dense", "dense_31b_like"])
+def test_every_kind_of_drafter_that_can_be_loaded(small_gemma, source):
+    path = source if source == "ngram" else FIXTURES / source
+    drafter = carat.load_drafter(path, small_gemma, progress=False)
+    prompt, options = [2, 5, 9, 5, 9, 5], {"max_new_tokens": 22, "temperature": 0}
+    plain = small_gemma.generate(prompt, stop_token_ids=[], **options)
+    out = small_gemma.generate(
+        prompt, drafter=drafter, num_proposals=2, stop_token_ids=[], **options
+    )
+    assert out.tokens == plain.tokens
+    if source == "dense_31b_like":  # the model itself is always right: 21 tokens in 7 rounds
+        assert (out.stats.accepted, out.stats.drafted) == (14, 14)
+
+
+def test_drafters_of_another_model_are_refused_by_both_fields(small_gemma, gemma):
+    with pytest.raises(carat.ConfigError, match=r"backbone_hidden_size 48 .* hidden_size 64"):
+        carat.load_drafter(FIXTURES / "drafter_e2b", small_gemma)
+    other = carat.load_drafter("tiny", small_gemma, progress=False)
+    with pytest.raises(carat.ConfigError, match=r"vocab_size 4,096 .* vocab_size 256"):
+        small_gemma.generate([2, 3], drafter=other, max_new_tokens=4)
+    with pytest.raises(FileNotFoundError, match="no-such-folder"):
+        carat.load_drafter("no-such-folder", gemma)
+
+
+def test_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "enable", lambda: None)
+    argv = ["generate", "import os", "--max-new-tokens", "12", "--json", "--dtype", "float32"]
+    assert cli.main(argv) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert cli.main([*argv, "--drafter", "ngram", "--num-proposals", "3"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["tokens"] == plain["tokens"]
+    assert drafted["stats"]["drafted"] > 0
+    assert cli.main([*argv, "--num-proposals", "3"]) == 1
+    assert "--num-proposals is for a drafter" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Time of a speculative round against a plain decode step, at a scripted acceptance.
+
+Weights are random, so no drafter could be right: which proposals stand is scripted, by the shares
+given. The drafter is the published assistant's shape and does its whole work.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from carat_jax import generate
+from carat_jax.bench import random_model, report
+from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.kv_state import KVState, abstract_state
+from carat_jax.model import Params, forward
+from carat_jax.options import GenerateOptions
+from carat_jax.speculative import Speculation, Target, check_speculation, speculate, start
+from carat_jax.speculative.acceptance import Forced
+from carat_jax.speculative.drafters.assistant import Assistant
+from carat_jax.speculative.drafters.assistant_config import AssistantConfig
+
+STEPS, ROUNDS, REPEATS, WARM_UP = 32, 16, 7, 3
+# Reported for Google's drafter of 31B: in which share of the rounds each proposal stood.
+ACCEPTANCE = (0.92, 0.78, 0.67, 0.57)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `carat bench speculative`."""
+    parser.add_argument(
+        "--config",
+        choices=list(PRESETS),
+        default="31b",
+        metavar="SIZE",
+        help=f"one of {', '.join(PRESETS)} (default 31b)",
+    )
+    parser.add_argument(
+        "--acceptance",
+        nargs="+",
+        type=float,
+        default=list(ACCEPTANCE),
+        metavar="X",
+        help="share of the rounds in which each proposal stands; as many proposals as shares "
+        "(default .92 .78 .67 .57)",
+    )
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="N",
+        help="one or more numbers of sequences (default 1)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=6005,
+        metavar="N",
+        help="tokens that each sequence looks back on (default 6005)",
+    )
+    random_model.add_dtype(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures every batch size; see `table` for the fields."""
+    if args.context < 2 or min(args.batch) < 1:
+        raise ValueError(f"--context {args.context} must be at least 2, --batch at least 1")
+    rule, K = Forced.at_rates(args.acceptance), len(args.acceptance)
+    shape = _in_dtype(AssistantConfig.preset(args.config), args.dtype)
+    speculation = Speculation(Assistant.abstract(shape), K, rule)
+    config = GemmaConfig.preset(args.config)
+    check_speculation(speculation, abstract_state(config, 1, args.context + K + 1), config)
+    config, params = random_model.make(args.config, args.dtype)
+    drafter = Assistant.random(shape, jax.random.key(1))
+    speculation = dataclasses.replace(speculation, drafter=drafter)
+    rows = []
+    for batch in args.batch:
+        row = {"config": args.config, "batch": batch, "context": args.context, "proposals": K}
+        rows.append(row | _measure(params, config, speculation, batch, args.context))
+    environment = report.environment()
+    return {
+        "benchmark": "speculative",
+        "acceptance": "scripted",
+        "environment": environment,
+        "rows": rows,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """One line for each batch size."""
+    columns = {
+        "config": "config",
+        "batch": "batch",
+        "context": "context",
+        "proposals": "K",
+        "step_ms": "plain step ms",
+        "draft_ms": "draft ms",
+        "verify_ms": "verify ms",
+        "round_ms": "round ms",
+        "loop_share": "loop share",
+        "acceptance_length": "tokens a round",
+        "ms_per_token": "ms a token",
+        "speedup": "speed-up",
+    }
+    rows = [[row[key] for key in columns] for row in result["rows"]]
+    return "acceptance is scripted\n" + report.table(list(columns.values()), rows)
+
+
+def _measure(
+    params: Params, config: GemmaConfig, speculation: Speculation, batch: int, context: int
+) -> dict[str, Any]:
+    drafter, K = speculation.drafter, speculation.num_proposals
+    rounds = min(ROUNDS, max(1, context // (2 * (K + 1))))
+    steps = min(STEPS, context // 2)
+    behind = context - max(rounds * (K + 1), steps)
+    kv = random_model.used_state(config, batch, context + K + 1, behind)
+    token = jnp.asarray(random_model.random_ids(config, batch, 1)[:, 0])
+    options = GenerateOptions(max_new_tokens=2**30)
+    state = generate.DecodeState(
+        kv=kv,
+        token=token.copy(),  # the calls take the state's arrays for themselves
+        generated=jnp.zeros_like(token),
+        finish=jnp.zeros_like(token),
+        controls=generate.Controls.of(options, generate.row_keys(0, batch)),
+    )
+    stopped = jnp.zeros((batch,), bool)
+    length = jnp.full((batch,), behind, jnp.int32)
+
+    def decode(state: generate.DecodeState) -> tuple[Any, generate.DecodeState]:
+        state = state.replace(kv=state.kv.replace(length=length.copy()))
+        return generate.decode(
+            params, config, state, jnp.int32(steps), stopped, size=generate.DECODE_STEPS
+        )
+
+    step_s, _, state = _time(decode, state, steps)
+
+    hidden = jax.random.normal(jax.random.key(2), (batch, config.hidden_size), config.dtype)
+    speculative = start(
+        drafter, drafter.init(config, batch, context + K + 1), hidden.copy(), state, K
+    )
+
+    def rounds_of(state: Any) -> tuple[Any, Any]:
+        rewound = state.decode.kv.replace(length=length.copy())
+        state = state.replace(decode=state.decode.replace(kv=rewound))
+        return speculate(
+            params,
+            config,
+            drafter,
+            speculation.rule,
+            state,
+            jnp.int32(rounds),
+            stopped,
+            num_proposals=K,
+            size=rounds * (K + 1),
+        )
+
+    round_s, out, speculative = _time(rounds_of, speculative, rounds)
+    counts = jax.device_get(speculative.counts)
+    if int(out.num_tokens.min()) < rounds:
+        raise RuntimeError("a row ended early: the logits are not finite")
+    mean = 1 + float(counts.accepted.sum()) / float(counts.rounds.sum())
+
+    kv = speculative.decode.kv.replace(length=length.copy())
+    draft_s = _draft_time(params, config, drafter, kv, token, hidden, K)
+    verify = functools.partial(_verify, params, config, batch, K, length)
+    verify_s, _, _ = _time(verify, kv, ROUNDS)
+    return {
+        "step_ms": round(step_s * 1e3, 3),
+        "draft_ms": round(draft_s * 1e3, 3),
+        "verify_ms": round(verify_s * 1e3, 3),
+        "round_ms": round(round_s * 1e3, 3),
+        "loop_share": round((round_s - draft_s - verify_s) / round_s, 3),
+        "acceptance_length": round(mean, 2),
+        "per_position": [
+            round(float(n) / float(counts.rounds.sum()), 3) for n in counts.per_position.sum(0)
+        ],
+        "ms_per_token": round(round_s / mean * 1e3, 3),
+        "speedup": round(step_s * mean / round_s, 2),
+    }
+
+
+def _draft_time(
+    params: Params,
+    config: GemmaConfig,
+    drafter: Assistant,
+    kv: KVState,
+    token: jax.Array,
+    hidden: jax.Array,
+    K: int,
+) -> float:
+    """Seconds of a round's proposals, ROUNDS of them after one another."""
+
+    @jax.jit
+    def propose(params, drafter, kv, token, hidden):
+        def again(_, token):
+            target = Target(params, config, kv, token, hidden)
+            proposal, _ = drafter.propose(None, target, K, None)
+            return proposal.tokens[:, -1]
+
+        return jax.lax.fori_loop(0, ROUNDS, again, token)
+
+    def call(token: jax.Array) -> tuple[None, jax.Array]:
+        return None, propose(params, drafter, kv, token, hidden)
+
+    return _time(call, token, ROUNDS)[0]
+
+
+def _verify(
+    params: Params, config: GemmaConfig, batch: int, K: int, length: jax.Array, kv: KVState
+) -> tuple[jax.Array, KVState]:
+    """The target over K + 1 positions, ROUNDS times at the same place."""
+    tokens, logits = jnp.zeros((batch, K + 1), jnp.int32), None
+    for _ in range(ROUNDS):
+        logits, kv = _forward(params, config, tokens, kv.replace(length=length.copy()))
+    return logits, kv
+
+
+def _time(call: Callable[[Any], tuple[Any, Any]], state: Any, parts: int) -> tuple[float, Any, Any]:
+    """Median seconds of a part of state -> (out, state); the last out and state."""
+    times, out = [], None
+    for _ in range(WARM_UP + REPEATS):
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        out, state = call(state)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - begin) / parts)
+    return statistics.median(times[WARM_UP:]), out, state
+
+
+def _in_dtype(config: AssistantConfig, dtype: str) -> AssistantConfig:
+    return dataclasses.replace(config, text=dataclasses.replace(config.text, dtype=dtype))
+
+
+_forward = jax.jit(forward, static_argnums=1, donate_argnums=3)
