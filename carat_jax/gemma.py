@@ -18,10 +18,9 @@ from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import init_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
-from carat_jax.speculative import Drafter, Exact, Rule, Speculation
+from carat_jax.speculative import Drafter, Exact, Model, Ngram, Rule, Speculation
 from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
-from carat_jax.speculative.drafters.model import Model
-from carat_jax.speculative.drafters.ngram import Ngram
+from carat_jax.speculative.drafters.model import check_vocabulary
 from carat_jax.tokenizer import StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -104,6 +103,7 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
     if isinstance(kind, str) and kind.endswith("_assistant"):
         return load_assistant(folder, gemma.config)
     config = dataclasses.replace(GemmaConfig.from_json(folder), dtype=gemma.config.dtype)
+    check_vocabulary(config, gemma.config)
     return Model(checkpoint.load_params(folder, config, progress=progress), config)
 
 

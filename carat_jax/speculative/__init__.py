@@ -1,6 +1,10 @@
 """Speculative decoding: a drafter guesses, the model checks many guesses in one pass."""
 
-from carat_jax.speculative.acceptance import Exact, Rule, Verdict
+from carat_jax.speculative.acceptance import Exact, Forced, Rule, Typical, Verdict
+from carat_jax.speculative.drafters.assistant import Assistant
+from carat_jax.speculative.drafters.model import Model
+from carat_jax.speculative.drafters.ngram import Ngram
+from carat_jax.speculative.drafters.scripted import Scripted
 from carat_jax.speculative.loop import (
     Counts,
     Speculation,
@@ -13,14 +17,20 @@ from carat_jax.speculative.loop import (
 from carat_jax.speculative.protocol import Drafter, Proposal, Target
 
 __all__ = [
+    "Assistant",
     "Counts",
     "Drafter",
     "Exact",
+    "Forced",
+    "Model",
+    "Ngram",
     "Proposal",
     "Rule",
+    "Scripted",
     "Speculation",
     "SpeculativeState",
     "Target",
+    "Typical",
     "Verdict",
     "check_speculation",
     "read_prompt",

@@ -138,7 +138,7 @@ def speculate(
       state: donated.
       rounds: int32, at most size / (num_proposals + 1); traced.
       stopped: bool [B], rows that the caller ends now.
-      num_proposals: K, static; see `check_num_proposals`.
+      num_proposals: K, static; see `check_speculation`.
       size: static, columns of the result.
 
     Returns:
@@ -215,7 +215,9 @@ def _round(
     accepted = jnp.minimum(verdict.accepted, count)
     counts = Counts(
         rounds=state.counts.rounds + running,
-        drafted=state.counts.drafted + jnp.where(running, K, 0),
+        # Of a round that ends its row, only what could have been emitted counts.
+        drafted=state.counts.drafted
+        + jnp.where(running & (finish != RUNNING), jnp.minimum(count, K), jnp.where(running, K, 0)),
         accepted=state.counts.accepted + accepted,
         per_position=state.counts.per_position + (index[:K] < accepted[:, None]),
     )
