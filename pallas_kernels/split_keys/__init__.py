@@ -1,0 +1,170 @@
+"""Decode and verify attention on Hopper: the key axis split over the whole GPU.
+
+One kernel serves rings and global caches. Keys are cut into tiles of 64; a *split* is a run of
+tiles. Persistent blocks walk the (sequence, KV head, split) items: one warpgroup streams tiles
+into shared memory by TMA, the other computes with the keys on the M side of the matrix units,
+scores = K·Qᵀ and outᵀ = Vᵀ·P, so that few query rows still fill them, and a tile of a compact
+cache serves both products. Then all blocks meet at a counter, and the splits of each query row
+are merged in the order of the keys, in float32.
+
+Row independence: where a split begins depends on positions alone, every row has its own running
+maximum and sum, and masked keys leave a row untouched to the bit. So a row's output is the same for
+every T and every batch. The splits of a growing cache have `tiles_per_split` tiles, which changes
+with the position; the rows of one call that fall on both sides of a change (16 positions can
+meet only one) are computed with either size and merged with their own.
+
+Bytes: every live key and value once (floor: 4.69 TB/s on an H200). FLOPs: 4·G·T·H a key, some 60
+to 250 TFLOP/s at the floor with G·T = 8…32 rows, which the matrix units hide under the copies.
+On top come about 6 µs: launch, first copy, partial results, counter, merge.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import l2_prefetch
+from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.split_keys.geometry import CHUNK, TILE, Shape
+from pallas_kernels.split_keys.merge import leave, meet, merge_splits
+from pallas_kernels.split_keys.warpgroups import SWIZZLED, attend, copy_tiles
+
+PREFETCH = 20 * 1024 * 1024  # bytes of what is read next, asked for while the splits are merged
+COMPUTE, COPY = 0, 1  # warpgroups
+
+
+def split_attention(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array,
+    length: jax.Array,
+    *,
+    q_rotated: jax.Array | None = None,
+    k_rotated: jax.Array | None = None,
+    window: int | None = None,
+    prefetch: jax.Array | None = None,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """`ring_attention` (with a window) or `global_attention` (without), which see.
+
+    Args:
+      blocks: thread blocks; None = the multiprocessors of the device.
+      interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
+
+    Raises:
+      Unsupported: another device or dtype, H not 256 or 512, P not 128, slots not a multiple
+        of 64.
+    """
+    cores = blocks if interpret is not None else require_hopper()
+    B, T, N, H = q.shape
+    K, slots = v.shape[1:3]
+    P = 0 if k_rotated is None else k_rotated.shape[3]
+    dtypes = {x.dtype for x in (q, k, v, q_rotated, k_rotated) if x is not None}
+    if dtypes != {jnp.dtype(jnp.bfloat16)}:
+        raise Unsupported(f"takes bfloat16 only, not {', '.join(sorted(map(str, dtypes)))}")
+    if H not in (256, 512) or P not in (0, CHUNK) or slots % TILE:
+        raise Unsupported(
+            f"head width {H} must be 256 or 512, rotated widths {P} of a compact cache {CHUNK}, "
+            f"slots {slots} a multiple of {TILE}"
+        )
+    shape = Shape(
+        B, T, K, N // K, H, P, slots, window, blocks or cores, interpreted=interpret is not None
+    )
+    queries = [_rows(x, shape) for x in (q, q_rotated) if x is not None]
+    caches = [x for x in (k, k_rotated, v) if x is not None]
+    extra = [] if prefetch is None or interpret is not None else [prefetch]
+    return _launch(shape, interpret, length.astype(jnp.int32), queries, caches, extra)
+
+
+def _rows(q: jax.Array, s: Shape) -> jax.Array:
+    """[B, T, N, width] -> [groups, rows, width]: row t·G + g of KV head k, padded with zeros."""
+    width = q.shape[-1]
+    q = q.reshape(s.B, s.T, s.K, s.G, width).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(s.B, s.K, s.T * s.G, width)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, s.row_blocks * s.rows - s.T * s.G), (0, 0)))
+    return q.reshape(s.groups, s.rows, width)
+
+
+# Under its own jit, so that the many layers of a model trace and lower it once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch(
+    s: Shape,
+    interpret: Any,
+    length: jax.Array,
+    queries: list[jax.Array],
+    caches: list[jax.Array],
+    extra: list[jax.Array],
+) -> jax.Array:
+    out = jax.ShapeDtypeStruct((s.B, s.T, s.K * s.G, s.H), jnp.bfloat16)
+    splits = s.sizes * s.splits
+    partial = jax.ShapeDtypeStruct((s.groups, splits, s.rows, s.H), jnp.bfloat16)
+    # log2 of a split's sum of weights, by which its result counts
+    mass = jax.ShapeDtypeStruct((s.groups, splits, s.rows), jnp.float32)
+
+    def shared(*shape: int) -> Any:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+
+    scratch = {
+        "q_buffer": shared(s.query_buffers, s.rows, s.H),
+        "q_rotated_buffer": shared(s.query_buffers, s.rows, max(s.P, 64)),
+        "tiles": shared(s.buffers, TILE, CHUNK),
+        "p_buffer": shared(s.rows, TILE),
+        "out_buffer": shared(s.value_chunks, s.rows, CHUNK),
+        "mass_buffer": plgpu.SMEM((s.rows,), jnp.float32),
+        "full": plgpu.Barrier(num_barriers=s.buffers),
+        "free": plgpu.Barrier(num_barriers=s.buffers),
+        "q_full": plgpu.Barrier(num_barriers=s.query_buffers, num_arrivals=len(queries)),
+        "q_free": plgpu.Barrier(num_barriers=s.query_buffers),
+    }
+    kernel = functools.partial(
+        plgpu.kernel,
+        grid=(s.blocks,),
+        grid_names=("block",),
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096, approx_math=True),
+    )
+
+    def block(counter_ref, length_ref, *refs, **scratch):
+        q_refs, refs = refs[: len(queries)], refs[len(queries) :]
+        cache_refs, refs = refs[: len(caches)], refs[len(caches) :]
+        extra_refs, refs = refs[: len(extra)], refs[len(extra) :]
+        *out_ref, partial_ref, mass_ref = refs
+        warpgroup = lax.axis_index("warpgroup")
+
+        def prefetch():
+            for ref, array in zip(extra_refs, extra, strict=True):
+                l2_prefetch.prefetch(ref, array, s.blocks, PREFETCH)
+
+        @pl.when(warpgroup == COPY)
+        def _():
+            copy_tiles(s, length_ref, q_refs, cache_refs, **scratch)
+
+        @pl.when(warpgroup == COMPUTE)
+        def _():
+            attend(s, length_ref, partial_ref, mass_ref, prefetch, **scratch)
+            if not s.interpreted:
+                meet(s, counter_ref)
+                merge_splits(s, length_ref, partial_ref, mass_ref, out_ref[0])
+                leave(s, counter_ref)
+
+    def merge(length_ref, partial_ref, mass_ref, out_ref):
+        merge_splits(s, length_ref, partial_ref, mass_ref, out_ref)
+
+    # Zero before and after every call, so that the kernel is a function of its arguments.
+    counter = jnp.zeros((1,), jnp.int32)
+    outputs = (partial, mass) if s.interpreted else (out, partial, mass)
+    results = kernel(
+        block,
+        out_type=outputs,
+        scratch_types=scratch,
+        num_threads=2,
+        thread_name="warpgroup",
+    )(counter, length, *queries, *caches, *extra)
+    if not s.interpreted:
+        return results[0]
+    return kernel(merge, out_type=out)(length, *results)

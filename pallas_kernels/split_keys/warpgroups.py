@@ -1,0 +1,214 @@
+"""The two warpgroups of a block: one copies tiles of keys and values, the other attends to them."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.split_keys.geometry import CHUNK, TILE, Shape, item, items, mask
+
+# A masked score is lower than the start of the running maximum, so that its weight is exactly 0.
+MASKED, LOWEST = -2e30, -1e30
+LOG2_E = math.log2(math.e)
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def copy_tiles(
+    s: Shape, length_ref, q_refs, cache_refs, *, tiles, full, free, q_full, q_free, **rest
+):
+    """Streams the queries and tiles of this block's items into shared memory, in order."""
+    *key_ref, value_ref = cache_refs
+    buffers = (rest["q_buffer"], rest["q_rotated_buffer"])
+
+    def tile_chunk(group, tile, chunk):
+        b, k = group // (s.K * s.row_blocks), lax.rem(group // s.row_blocks, s.K)
+        ref = key_ref[0] if chunk < s.key_chunks else value_ref
+        start = (chunk if chunk < s.key_chunks else chunk - s.key_chunks) * CHUNK
+        return ref.at[b, k, pl.ds(tile * TILE, TILE), pl.ds(start, CHUNK)]
+
+    def step(n, counts):
+        copied, loaded = counts
+        group, _, first, count = item(s, length_ref, n)
+
+        @pl.when(count > 0)
+        def _():
+            slot = lax.rem(loaded, s.query_buffers)
+
+            @pl.when(loaded >= s.query_buffers)
+            def _():
+                plgpu.barrier_wait(q_free.at[slot])
+
+            for ref, buffer in zip(q_refs, buffers, strict=False):
+                plgpu.copy_gmem_to_smem(ref.at[group], buffer.at[slot], q_full.at[slot])
+
+        def tile(i, _):
+            for chunk in range(s.chunks):
+                number = (copied + i) * s.chunks + chunk
+                slot = lax.rem(number, s.buffers)
+
+                @pl.when(number >= s.buffers)
+                def _(slot=slot):
+                    plgpu.barrier_wait(free.at[slot])
+
+                source = tile_chunk(group, first + i, chunk)
+                plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot])
+            return 0
+
+        lax.fori_loop(0, count, tile, 0)
+        return copied + count, loaded + (count > 0).astype(jnp.int32)
+
+    lax.fori_loop(0, items(s), step, (jnp.int32(0), jnp.int32(0)))
+
+
+def attend(
+    s: Shape, length_ref, partial_ref, mass_ref, prefetch, *, tiles, full, free, q_free, **scratch
+):
+    """Attends to the tiles of each item; writes its normalised result and its mass.
+
+    What is read next is prefetched once the tiles of the first item are here.
+    """
+    layout = plgpu.Layout.WGMMA
+    out_buffer, mass_buffer = scratch["out_buffer"], scratch["mass_buffer"]
+    totals = _totals(s, length_ref) if s.interpreted else None
+
+    def step(n, counts):
+        computed, loaded = counts
+        group, split, first, count = item(s, length_ref, n)
+
+        def release(barrier, number, buffers, total):
+            arrive = functools.partial(plgpu.barrier_arrive, barrier.at[lax.rem(number, buffers)])
+            if totals is None:
+                arrive()
+            else:  # the interpreter wants every arrival to be waited for
+                pl.when(number + buffers < total)(arrive)
+
+        def release_chunk(i, chunk):
+            number = (computed + i) * s.chunks + chunk
+            release(free, number, s.buffers, totals and totals[0] * s.chunks)
+
+        @pl.when(count > 0)
+        def _():
+            slot = lax.rem(loaded, s.query_buffers)
+            plgpu.barrier_wait(scratch["q_full"].at[slot])
+            length = length_ref[group // (s.K * s.row_blocks)]
+            seen = mask(s, length, group, layout)
+
+            def tile(i, carry):
+                def buffer(chunk):
+                    return lax.rem((computed + i) * s.chunks + chunk, s.buffers)
+
+                return _tile(
+                    s,
+                    carry,
+                    seen(first + i),
+                    tiles=[tiles.at[buffer(c)] for c in range(s.chunks)],
+                    wait=[full.at[buffer(c)] for c in range(s.chunks)],
+                    release=functools.partial(release_chunk, i),
+                    queries=_query_chunks(s, slot, **scratch),
+                    p_buffer=scratch["p_buffer"],
+                )
+
+            def fill(shape, value, of=layout):
+                return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), of)
+
+            start = (
+                fill((s.rows,), LOWEST, layout.reduce(0)),
+                fill((TILE, s.rows), 0.0),
+                [fill((CHUNK, s.rows), 0.0) for _ in range(s.value_chunks)],
+            )
+            top, sums, out = lax.fori_loop(0, count, tile, start)
+            pl.when(n == 0)(prefetch)
+            release(q_free, loaded, s.query_buffers, totals and totals[1])
+            total = sums.sum(axis=0)
+            mass_buffer[...] = jnp.where(total > 0, top + jnp.log2(total), LOWEST)
+            scale = jnp.where(total > 0, 1 / total, 0.0)
+            for c, x in enumerate(out):
+                x = x * lax.broadcast_in_dim(scale, x.shape, [1])
+                out_buffer.at[c].transpose((1, 0))[...] = x.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            for c in range(s.value_chunks):
+                target = partial_ref.at[group, split, :, pl.ds(c * CHUNK, CHUNK)]
+                plgpu.copy_smem_to_gmem(out_buffer.at[c], target)
+            plgpu.copy_smem_to_gmem(mass_buffer, mass_ref.at[group, split])
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.when((n == 0) & (count == 0))(prefetch)
+        return computed + count, loaded + (count > 0).astype(jnp.int32)
+
+    lax.fori_loop(0, items(s), step, (jnp.int32(0), jnp.int32(0)))
+
+
+def _query_chunks(s: Shape, slot, *, q_buffer, q_rotated_buffer, **_) -> list[Any]:
+    """What each chunk of a tile is multiplied with for the scores; None = nothing."""
+    own = [q_buffer.at[slot, :, pl.ds(c * CHUNK, CHUNK)] for c in range(s.value_chunks)]
+    if s.P:
+        return [q_rotated_buffer.at[slot], *own]
+    return own + [None] * s.value_chunks
+
+
+def _tile(s: Shape, carry, seen, *, tiles, wait, release, queries, p_buffer):
+    """One step of the running softmax over 64 keys."""
+    top, sums, out = carry
+
+    def score(accumulator):
+        for tile, full, query in zip(tiles, wait, queries, strict=True):
+            if query is not None:
+                plgpu.barrier_wait(full)
+                plgpu.wgmma(accumulator, tile, query.transpose((1, 0)))
+        return accumulator[...]
+
+    scores = pl.run_scoped(score, plgpu.ACC((TILE, s.rows), jnp.float32))
+    for chunk in range(s.key_chunks):
+        release(chunk)
+    scores = jnp.where(seen, scores * LOG2_E, MASKED)
+    new_top = jnp.maximum(top, scores.max(axis=0))
+    shrink = jnp.exp2(top - new_top)
+    p = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [1]))
+    # Summed over the keys once, after the last tile.
+    sums = sums * lax.broadcast_in_dim(shrink, sums.shape, [1]) + p
+    p_buffer.transpose((1, 0))[...] = p.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    out = [x * lax.broadcast_in_dim(shrink, x.shape, [1]) for x in out]
+    for chunk, query in enumerate(queries):
+        if query is None:
+            plgpu.barrier_wait(wait[chunk])
+    values = [tile.transpose((1, 0)) for tile in tiles[s.key_chunks :]]
+    p_t = p_buffer.transpose((1, 0))
+
+    def weigh(accumulators):
+        for accumulator, value in zip(accumulators, values, strict=True):
+            plgpu.wgmma(accumulator, value, p_t)
+        for c in range(s.value_chunks):  # hand each chunk back as soon as its product is done
+            plgpu.wgmma_wait(s.value_chunks - 1 - c)
+            release(s.key_chunks + c)
+
+    if not s.interpreted:
+        return new_top, sums, pl.run_state(weigh)([plgpu.ACC.init(x) for x in out])
+
+    def weigh_one(value, accumulator):  # the interpreter knows neither run_state nor wgmma_wait
+        plgpu.wgmma(accumulator, value, p_t)
+        return accumulator[...]
+
+    accumulator = plgpu.ACC((CHUNK, s.rows), jnp.float32)
+    out = [
+        x + pl.run_scoped(functools.partial(weigh_one, value), accumulator)
+        for x, value in zip(out, values, strict=True)
+    ]
+    for c in range(s.value_chunks):
+        release(s.key_chunks + c)
+    return new_top, sums, out
+
+
+def _totals(s: Shape, length_ref) -> tuple[jax.Array, jax.Array]:
+    """Tiles and non-empty items of this block."""
+
+    def add(n, totals):
+        count = item(s, length_ref, n)[3]
+        return totals[0] + count, totals[1] + (count > 0).astype(jnp.int32)
+
+    return lax.fori_loop(0, items(s), add, (jnp.int32(0), jnp.int32(0)))
