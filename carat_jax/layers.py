@@ -32,9 +32,9 @@ def product(x: jax.Array, w: jax.Array, out: DTypeLike) -> jax.Array:
     """Matrix product of x [M, D] and w [D, F], accumulated in float32, returned in `out`.
 
     A single row meets a small matrix as one of 8: for a row alone XLA takes kernels that are
-    three to five times slower on an H200 (E4B's decode step: 5.1 ms, with padding 4.3). Padding
-    every product, so that decoding and verifying run the same ones, costs 5 % on large matrices
-    (31B: 16.65 against 15.85 ms), so rows of a step keep their bits only up to rounding.
+    slower on an H200 (E4B's decode step: 5.1 ms; 4.3 with every product padded). Large matrices
+    are left alone: padding them too, so that decoding and verifying run the same products, cost
+    5 % of 31B's step (16.65 against 15.85 ms). So one row and several agree up to rounding only.
     """
     M = x.shape[0]
     if M == 1 and w.size <= SMALL_MATRIX:

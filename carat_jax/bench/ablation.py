@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from carat_jax.bench import ablation_plots, report, timing
+from carat_jax.bench import ablation_plots, random_model, report, timing
 from carat_jax.bench.cases import Buffer, Case, cases
-from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import round_up
 from pallas_kernels.grouping import attend, from_rows, mask_rows, product, to_rows
 
@@ -35,13 +35,7 @@ Row = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `carat bench ablation`."""
-    parser.add_argument(
-        "--config",
-        choices=list(PRESETS),
-        default="31b",
-        metavar="SIZE",
-        help=f"one of {', '.join(PRESETS)} (default 31b)",
-    )
+    random_model.add_config(parser)
     parser.add_argument(
         "--claim",
         nargs="+",

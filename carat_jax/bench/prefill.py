@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from carat_jax import generate
 from carat_jax.bench import random_model, report
-from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import init_state
 from carat_jax.memory import memory_estimate
 from carat_jax.model import Params
@@ -18,13 +18,7 @@ from carat_jax.options import GenerateOptions
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `carat bench prefill`."""
-    parser.add_argument(
-        "--config",
-        choices=list(PRESETS),
-        default="31b",
-        metavar="SIZE",
-        help=f"one of {', '.join(PRESETS)} (default 31b)",
-    )
+    random_model.add_config(parser)
     parser.add_argument(
         "--prompt",
         nargs="+",

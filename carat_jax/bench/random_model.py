@@ -7,9 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax.config import GemmaConfig
+from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.kv_state import KVState, init_state
 from carat_jax.model import Params, init_params
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The --config of a benchmark of one size."""
+    parser.add_argument(
+        "--config",
+        choices=list(PRESETS),
+        default="31b",
+        metavar="SIZE",
+        help=f"one of {', '.join(PRESETS)} (default 31b)",
+    )
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from carat_jax import generate
 from carat_jax.bench import random_model, report
-from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, abstract_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
@@ -33,13 +33,7 @@ ACCEPTANCE = (0.92, 0.78, 0.67, 0.57)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `carat bench speculative`."""
-    parser.add_argument(
-        "--config",
-        choices=list(PRESETS),
-        default="31b",
-        metavar="SIZE",
-        help=f"one of {', '.join(PRESETS)} (default 31b)",
-    )
+    random_model.add_config(parser)
     parser.add_argument(
         "--acceptance",
         nargs="+",

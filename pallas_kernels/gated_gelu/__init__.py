@@ -5,7 +5,7 @@ import jax
 from pallas_kernels import dispatch
 from pallas_kernels.gated_gelu import mosaic, xla
 
-# Best first.
+# Best first; not measured apart from the decode step (docs/kernels.md).
 IMPLEMENTATIONS = {"mosaic": mosaic.gated_gelu, "xla": xla.gated_gelu}
 
 

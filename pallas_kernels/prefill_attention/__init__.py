@@ -6,6 +6,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.grouping import check
 from pallas_kernels.prefill_attention import mosaic, xla
 
+# Best first on an H200: docs/kernels.md has the figures.
 IMPLEMENTATIONS = {"mosaic": mosaic.prefill_attention, "xla": xla.prefill_attention}
 
 
