@@ -12,7 +12,7 @@ from carat_jax import kv_state, rope
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.kv_state import GlobalKV, KVState, LayerKV, RingKV
 from carat_jax.layers import linear, rms_norm, weight
-from pallas_kernels import global_attention, prefill_attention, ring_attention
+from pallas_kernels import PartialSums, global_attention, prefill_attention, ring_attention
 
 MAX_DECODE_TOKENS = 16  # new positions a step may verify; longer inputs are prefilled
 
@@ -108,15 +108,17 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: jax.Array,
+        next_weight: jax.Array,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
         kv: LayerKV | None,
         lent: Keys | None,
-    ) -> tuple[jax.Array, LayerKV | None, Keys]:
+    ) -> tuple[jax.Array | PartialSums, LayerKV | None, Keys]:
         """Attends with x [B, T, D].
 
         Args:
           x: normed residual.
+          next_weight: what is read after this.
           angles: cosine and sine from `rope.angles` for this layer's type.
           step: where the T positions sit.
           kv: this layer's own cache, or None (no state, or a borrowing layer).
@@ -129,7 +131,8 @@ class Attention(nn.Module):
         c, s = self.config, self.spec
         B, T, D = x.shape
         K, G, H = s.num_kv_heads, s.group, s.head_dim
-        y = linear(x, self.qkv)
+        o = self.o.reshape(K * G * H, D)
+        y = linear(x, self.qkv, prefetch=o)
         unit = rms_norm(y, None, c.rms_norm_eps)  # one pass for all heads; float32 until RoPE
         q = (unit[:, :, :, :G] * self.q_norm.astype(jnp.float32)).reshape(B, T, K * G, H)
         if s.owns_kv:
@@ -138,7 +141,7 @@ class Attention(nn.Module):
         else:
             keys = lent
         out = self._attend(q, keys, angles, step).reshape(B, T, K * G * H)
-        return linear(out, self.o.reshape(K * G * H, D)), kv, keys
+        return linear(out, o, prefetch=next_weight, partial=True), kv, keys
 
     def _keys(self, k: jax.Array, v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
         """Turns the new positions' keys: normed k, v [B, T, K, H] to [B, K, T, width] each."""

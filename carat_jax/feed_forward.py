@@ -7,7 +7,7 @@ from jax import lax
 
 from carat_jax.config import GemmaConfig
 from carat_jax.layers import linear, rms_norm, weight
-from pallas_kernels import expert_matmul, gated_gelu
+from pallas_kernels import PartialSums, expert_matmul, gated_gelu
 
 
 class MLP(nn.Module):
@@ -21,9 +21,12 @@ class MLP(nn.Module):
         self.gate_up = weight(self, "gate_up", (D, 2, self.width), self.config)
         self.down = weight(self, "down", (self.width, D), self.config)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]."""
-        return linear(gated_gelu(linear(x, self.gate_up), prefetch=self.down), self.down)
+    def __call__(self, x: jax.Array, next_weight: jax.Array | None) -> jax.Array | PartialSums:
+        """[B, T, D] -> [B, T, D]; `next_weight` is what is read after this."""
+        y = linear(x, self.gate_up, prefetch=self.down, partial=True)
+        return linear(
+            gated_gelu(y, prefetch=self.down), self.down, prefetch=next_weight, partial=True
+        )
 
 
 class Experts(nn.Module):

@@ -20,7 +20,7 @@ from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.feed_forward import MLP, Experts
 from carat_jax.kv_state import KVState, LayerKV
 from carat_jax.layers import gelu, linear, rms_norm, weight
-from pallas_kernels import residual_norm
+from pallas_kernels import residual_norm, summed
 
 Params = dict[str, Any]
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
         h: jax.Array,
         x: jax.Array,
         next_norm: jax.Array,
-        next_weight: jax.Array,
+        next_weight: jax.Array | None,
         per_layer_input: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
@@ -77,7 +77,7 @@ class Block(nn.Module):
           h: residual [B, T, D].
           x: h under `input_layernorm`.
           next_norm: [D] weight of the norm that what follows begins with.
-          next_weight: what is read after this layer.
+          next_weight: what is read after this layer, if that is known.
           per_layer_input: [B, T, P] or None.
           angles, step, kv, lent: as in `Attention`.
 
@@ -87,7 +87,7 @@ class Block(nn.Module):
         c = self.config
         add = functools.partial(residual_norm, eps=c.rms_norm_eps)
         with jax.named_scope("attention"):
-            a, kv, keys = self.attention(x, angles, step, kv, lent)
+            a, kv, keys = self.attention(x, self.mlp.gate_up, angles, step, kv, lent)
             h, x = add(
                 h,
                 a,
@@ -96,15 +96,16 @@ class Block(nn.Module):
                 prefetch=self.mlp.gate_up,
             )
         with jax.named_scope("feed_forward"):
-            y = self.mlp(x)
+            y = self.mlp(x, next_weight)
             if c.num_experts:
+                y = summed(y)
                 m = self.experts(self._norm(h, self.pre_feedforward_layernorm_2), h)
                 y = self._norm(y, self.post_feedforward_layernorm_1)
                 y = y + self._norm(m, self.post_feedforward_layernorm_2)
         w = self.post_feedforward_layernorm
         if per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
-                h = h + self._norm(y, w)
+                h = h + self._norm(summed(y), w)
                 g = linear(h, self.per_layer_input_gate)
                 y = linear(gelu(g) * per_layer_input, self.per_layer_projection)
                 w = self.post_per_layer_input_norm
@@ -157,7 +158,7 @@ class Gemma4(nn.Module):
         written, keys = [], {}
         x = rms_norm(h, self.layers[0].input_layernorm, c.rms_norm_eps).astype(h.dtype)
         following = [(b.input_layernorm, b.attention.qkv) for b in self.layers[1:]]
-        following.append((self.norm, self.embed_tokens))
+        following.append((self.norm, None))
         for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)
             kv = next(stored) if stored is not None and spec.owns_kv else None
@@ -189,7 +190,7 @@ class Gemma4(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 [..., V] after the soft cap, from hidden [..., D] after the final norm."""
         table = self.embed_tokens
-        z = linear(hidden, table.T, jnp.float32)
+        z = linear(hidden, table, jnp.float32, transposed=True)
         cap = self.config.final_logit_softcapping
         if cap is None:
             return z

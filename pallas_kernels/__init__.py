@@ -10,11 +10,14 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.expert_matmul import expert_matmul
 from pallas_kernels.gated_gelu import gated_gelu
 from pallas_kernels.global_attention import global_attention
+from pallas_kernels.partial_sums import PartialSums, summed
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.ring_attention import ring_attention
+from pallas_kernels.skinny_matmul import skinny_matmul
 
 __all__ = [
+    "PartialSums",
     "Unsupported",
     "expert_matmul",
     "gated_gelu",
@@ -22,4 +25,6 @@ __all__ = [
     "prefill_attention",
     "residual_norm",
     "ring_attention",
+    "skinny_matmul",
+    "summed",
 ]

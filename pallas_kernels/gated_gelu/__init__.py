@@ -4,19 +4,23 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.gated_gelu import mosaic, xla
+from pallas_kernels.partial_sums import PartialSums
 
 # Best first; not measured apart from the decode step (docs/kernels.md).
 IMPLEMENTATIONS = {"mosaic": mosaic.gated_gelu, "xla": xla.gated_gelu}
 
 
 def gated_gelu(
-    y: jax.Array, *, prefetch: jax.Array | None = None, implementation: str | None = None
+    y: jax.Array | PartialSums,
+    *,
+    prefetch: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """gelu(gate) · up, with the tanh form of GELU.
 
     Args:
       y: [..., 2, F] gate, then up.
-      prefetch: an array that is read right after; an implementation may bring some of it closer
+      prefetch: an array that is read next; an implementation may bring some of it closer
         meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 

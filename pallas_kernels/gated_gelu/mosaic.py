@@ -14,14 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import l2_prefetch
 from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.partial_sums import PartialSums, add_up
 
+BF16 = jnp.bfloat16
 MOST_ROWS = 64
 COLUMNS = 256  # of a piece of work
 PREFETCH = 10 * 1024 * 1024  # bytes; what device memory delivers in the kernel's time
 
 
 def gated_gelu(
-    y: jax.Array, *, prefetch: jax.Array | None = None, interpret: Any = None
+    y: jax.Array | PartialSums, *, prefetch: jax.Array | None = None, interpret: Any = None
 ) -> jax.Array:
     """See `pallas_kernels.gated_gelu.gated_gelu`.
 
@@ -35,21 +37,25 @@ def gated_gelu(
     blocks = 4 if interpret is not None else require_hopper()
     F = y.shape[-1]
     M = y.size // (2 * F)
-    if y.dtype != jnp.bfloat16:
+    if y.dtype != BF16:
         raise Unsupported(f"y is {y.dtype}, this takes bfloat16")
     if F % COLUMNS or M > MOST_ROWS:
         raise Unsupported(f"y {y.shape}: takes up to {MOST_ROWS} rows, F a multiple of {COLUMNS}")
     extra = [] if prefetch is None or interpret is not None else [prefetch]
-    out = _launch(blocks, interpret, y.reshape(M, 2, F), *extra)
+    parts = y.parts if isinstance(y, PartialSums) else y[None]
+    out = _launch(blocks, interpret, parts.reshape(-1, M, 2, F), *extra)
     return out.reshape(*y.shape[:-2], F)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(blocks: int, interpret: Any, y: jax.Array, *extra: jax.Array) -> jax.Array:
-    M, _, F = y.shape
+    parts, M, _, F = y.shape
     pieces = F // COLUMNS
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=COLUMNS // 128)
+
+    def rounded(x):
+        return x.astype(BF16).astype(jnp.float32)
 
     def body(y_ref, *refs):
         *extra_refs, out_ref = refs
@@ -60,11 +66,15 @@ def _launch(blocks: int, interpret: Any, y: jax.Array, *extra: jax.Array) -> jax
             @pl.when(index < M * pieces)
             def _():
                 row, columns = index // pieces, pl.ds(lax.rem(index, pieces) * COLUMNS, COLUMNS)
+
+                def load(part, half):
+                    piece = y_ref.at[part, row, half, columns]
+                    return plgpu.load(piece, layout=layout).astype(jnp.float32)
+
                 gate, up = (
-                    plgpu.load(y_ref.at[row, half, columns], layout=layout).astype(jnp.float32)
-                    for half in (0, 1)
+                    rounded(add_up(load(part, half) for part in range(parts))) for half in (0, 1)
                 )
-                out_ref[row, columns] = (jax.nn.gelu(gate, approximate=True) * up).astype(y.dtype)
+                out_ref[row, columns] = (jax.nn.gelu(gate, approximate=True) * up).astype(BF16)
 
             return 0
 
@@ -74,7 +84,7 @@ def _launch(blocks: int, interpret: Any, y: jax.Array, *extra: jax.Array) -> jax
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((M, F), y.dtype),
+        out_type=jax.ShapeDtypeStruct((M, F), BF16),
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True),

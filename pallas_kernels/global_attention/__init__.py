@@ -36,8 +36,8 @@ def global_attention(
       length: int32 [B], positions before the new ones: query t sits at length + t.
       q_rotated: [B, T, N, P] compact form: the rotated widths of the queries, after RoPE.
       k_rotated: [B, K, S, P] compact form: the rotated widths of the keys, after RoPE.
-      prefetch: an array that is read right after; an implementation may bring the first part of
-        it closer meanwhile. Its values do not matter.
+      prefetch: an array that is read next; an implementation may bring some of it closer
+        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:

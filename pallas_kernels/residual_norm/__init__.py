@@ -3,6 +3,7 @@
 import jax
 
 from pallas_kernels import dispatch
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.residual_norm import mosaic, xla
 
 # Best first on an H200: docs/kernels.md has the figures.
@@ -11,7 +12,7 @@ IMPLEMENTATIONS = {"mosaic": mosaic.residual_norm, "xla": xla.residual_norm}
 
 def residual_norm(
     h: jax.Array,
-    y: jax.Array,
+    y: jax.Array | PartialSums,
     w: jax.Array,
     next_w: jax.Array,
     *,
@@ -31,8 +32,8 @@ def residual_norm(
       next_w: [D] of the norm of the sum.
       eps: added to the mean square.
       scale: [1], multiplies the sum; None = 1.
-      prefetch: an array that is read right after; an implementation may bring the first part of
-        it closer meanwhile. Its values do not matter.
+      prefetch: an array that is read next; an implementation may bring some of it closer
+        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:

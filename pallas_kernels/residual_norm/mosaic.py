@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import l2_prefetch
 from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.partial_sums import PartialSums, add_up
 
 MOST_ROWS = 64
 MOST_PARTS = 8  # warpgroups of a row
@@ -23,7 +24,7 @@ PREFETCH = 12 * 1024 * 1024  # bytes; what device memory delivers in the kernel'
 
 def residual_norm(
     h: jax.Array,
-    y: jax.Array,
+    y: jax.Array | PartialSums,
     w: jax.Array,
     next_w: jax.Array,
     *,
@@ -50,9 +51,10 @@ def residual_norm(
     if D % 256 or D > 8192 or M > MOST_ROWS:
         raise Unsupported(f"{M} rows of {D}: takes up to {MOST_ROWS} rows, D % 256 == 0 <= 8192")
     extra = [x for x in (scale, None if interpret is not None else prefetch) if x is not None]
+    parts = y.parts if isinstance(y, PartialSums) else y[None]
     out = _launch(
-        eps, scale is not None, max(blocks, M), interpret, h.reshape(M, D), y.reshape(M, D), w,
-        next_w, *extra,
+        eps, scale is not None, max(blocks, M), interpret, h.reshape(M, D),
+        parts.reshape(-1, M, D), w, next_w, *extra,
     )  # fmt: skip
     return tuple(x.reshape(h.shape) for x in out)
 
@@ -70,7 +72,7 @@ def _launch(
     next_w: jax.Array,
     *extra: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    M, D = h.shape
+    (M, D), pieces = h.shape, y.shape[0]
     parts = max(p for p in range(1, MOST_PARTS + 1) if D % (256 * p) == 0)
     width = D // parts
     vector = next(v for v in (8, 4, 2) if width % (128 * v) == 0)
@@ -98,7 +100,8 @@ def _launch(
 
         @pl.when(row < M)
         def _():
-            y, h = load(y_ref.at[row, own]), load(h_ref.at[row, own])
+            y = rounded(add_up(load(y_ref.at[i, row, own]) for i in range(pieces)))
+            h = load(h_ref.at[row, own])
             w, next_w = load(w_ref.at[own]), load(next_ref.at[own])
             h = rounded(h + rounded(norm(y, w, 0)))
             if scaled:

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.partial_sums import PartialSums, summed
+
 
 def residual_norm(
     h: jax.Array,
-    y: jax.Array,
+    y: jax.Array | PartialSums,
     w: jax.Array,
     next_w: jax.Array,
     *,
@@ -17,7 +19,7 @@ def residual_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.residual_norm.residual_norm`."""
     del prefetch
-    h = h + _norm(y, w, eps).astype(h.dtype)
+    h = h + _norm(summed(y), w, eps).astype(h.dtype)
     if scale is not None:
         h = h * scale
     return h, _norm(h, next_w, eps).astype(h.dtype)

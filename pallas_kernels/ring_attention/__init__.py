@@ -31,8 +31,8 @@ def ring_attention(
       k, v: [B, K, R, H] the ring, R >= window + T - 1. R a multiple of 64 runs fastest.
       length: int32 [B], positions before the new ones: query t sits at length + t.
       window: W, the keys that a query sees, itself included.
-      prefetch: an array that is read right after; an implementation may bring the first part of
-        it closer meanwhile. Its values do not matter.
+      prefetch: an array that is read next; an implementation may bring some of it closer
+        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:

@@ -9,8 +9,8 @@ import pytest
 from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Unsupported, gated_gelu
-from pallas_kernels.gated_gelu import mosaic
+from pallas_kernels import PartialSums, Unsupported, gated_gelu
+from pallas_kernels.gated_gelu import mosaic, xla
 
 
 def draw(shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.Array:
@@ -45,6 +45,18 @@ def test_mosaic_interpreted():
     out = mosaic.gated_gelu(y, interpret=plgpu.InterpretGPUParams(detect_races=True))
     assert out.shape == (2, 3, 768)
     assert_close(out, expected(y), "bfloat16")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_a_product_in_pieces(implementation):
+    y = draw((3, 2, 256))
+    pieces = np.random.default_rng(1).standard_normal((2, *y.shape))
+    pieces = np.stack([*pieces, np.asarray(y, np.float64) - pieces.sum(0)])
+    whole = PartialSums(jnp.asarray(pieces, jnp.float32), jnp.bfloat16)
+    op, more = xla.gated_gelu, {}
+    if implementation == "mosaic":
+        op, more = mosaic.gated_gelu, {"interpret": plgpu.InterpretGPUParams()}
+    assert_close(op(whole, **more), expected(y), "bfloat16")
 
 
 @pytest.mark.gpu

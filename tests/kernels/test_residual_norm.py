@@ -7,7 +7,7 @@ import pytest
 from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Unsupported, residual_norm
+from pallas_kernels import PartialSums, Unsupported, residual_norm
 from pallas_kernels.residual_norm import IMPLEMENTATIONS, mosaic, xla
 
 EPS = 1e-6
@@ -65,6 +65,19 @@ def test_mosaic_interpreted(D, scaled):
     assert_close(out, expected(*arrays, scale, "bfloat16"), "bfloat16")
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_a_product_in_pieces(implementation):
+    h, y, w, next_w, _ = inputs((2,), 256)
+    pieces = np.random.default_rng(1).standard_normal((2, *y.shape))
+    pieces = np.stack([*pieces, np.asarray(y, np.float64) - pieces.sum(0)])
+    whole = PartialSums(jnp.asarray(pieces, jnp.float32), jnp.bfloat16)
+    op, more = xla.residual_norm, {}
+    if implementation == "mosaic":
+        op, more = mosaic.residual_norm, {"interpret": plgpu.InterpretGPUParams()}
+    out = op(h, whole, w, next_w, eps=EPS, **more)
+    assert_close(out, expected(h, y, w, next_w, None, "bfloat16"), "bfloat16")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [5376, 3840, 2816, 2560, 1536])
 @pytest.mark.parametrize("M", [1, 4, 64])
@@ -82,7 +95,7 @@ def test_lowers_for_an_h200_at_the_published_widths(D):
         kernel = {"scale": scale, "prefetch": weights, "implementation": "mosaic"}
         return residual_norm(*arrays, eps=EPS, **kernel)
 
-    weights = jax.ShapeDtypeStruct((D, 2, 16384), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((D, 32768), jnp.bfloat16)
     assert "mosaic_gpu" in lower_for_h200(run, *inputs((1, 1), D), weights)
 
 

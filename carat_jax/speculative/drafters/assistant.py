@@ -184,7 +184,7 @@ class AssistantModel(nn.Module):
         """Scores [..., n] from y [..., h]; n = V, or the tokens of the likeliest clusters."""
         table = self.embed_tokens
         if token_ordering is None:
-            return Scores(linear(y, table.T, jnp.float32), None)
+            return Scores(linear(y, table, jnp.float32, transposed=True), None)
         _, nearest = lax.top_k(
             linear(y, self.centroids, jnp.float32), self.config.centroid_intermediate_top_k
         )
