@@ -1,5 +1,6 @@
-"""One batch being generated, as the host sees it: prefill, then calls of `decode` until it ends."""
+"""One batch being generated, as the host sees it: prefill, then call after call until it ends."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -11,18 +12,20 @@ import jax.numpy as jnp
 from carat_jax import generate
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import DECODE_STEPS
-from carat_jax.generation import Generation, Stats
+from carat_jax.generation import Generation, SpeculationTally, Stats
 from carat_jax.kv_state import abstract_state, init_state
 from carat_jax.model import Params
 from carat_jax.options import GenerateOptions
 from carat_jax.speculative import (
+    Counts,
     Speculation,
-    SpeculativeState,
     check_speculation,
+    draft,
     read_prompt,
     speculate,
     start,
 )
+from carat_jax.speculative.auto import Auto, Call, Fixed, Policy, Profiled
 from carat_jax.tokenizer import StopStrings, StreamDecoder, Tokenizer
 
 FINISH_REASONS = {
@@ -30,6 +33,24 @@ FINISH_REASONS = {
     generate.LENGTH: "length",
     generate.NON_FINITE: "non_finite",
 }
+
+
+@dataclasses.dataclass
+class Pending:
+    """What was dispatched and not fetched yet.
+
+    Attributes:
+      tokens: what it gives.
+      call, counts: with a drafter, what was asked for and what came of it.
+      seconds: of a timed call.
+      draft_s: seconds of its rounds' proposals alone, where they are wanted.
+    """
+
+    tokens: generate.Tokens
+    call: Call | None = None
+    counts: Counts | None = None
+    seconds: float | None = None
+    draft_s: float | None = None
 
 
 class BatchRun:
@@ -52,8 +73,13 @@ class BatchRun:
         """Raises ValueError for a speculation that does not fit; nothing is allocated."""
         longest = max(map(len, prompts))
         self.slots = generate.capacity(longest + options.max_new_tokens, max_context)
+        self.policy: Policy = Fixed(0)
         if speculation is not None:
-            check_speculation(speculation, abstract_state(config, 1, self.slots), config)
+            most = check_speculation(speculation, abstract_state(config, 1, self.slots), config)
+            K = speculation.num_proposals
+            self.policy = Auto(most) if K == "auto" else Fixed(K)
+            if speculation.profile:
+                self.policy = Profiled(self.policy)
             begin = functools.partial(speculation.drafter.init, config, len(prompts), self.slots)
             jax.eval_shape(begin)  # for what it refuses
         self.params = params
@@ -63,6 +89,7 @@ class BatchRun:
         self.options = options
         self.keys = keys
         self.rows = [Row(tokenizer, options) for _ in prompts]
+        self.tally = SpeculationTally(len(prompts))
         self.state: Any = None
         self.started = time.perf_counter()
         self.first_token_at = self.last_token_at = self.started
@@ -81,20 +108,26 @@ class BatchRun:
         with a drafter after as many rounds as bring that many at best.
 
         The next call is dispatched before the tokens of the last are fetched, so the device does
-        not wait for the host; what it made after a stop string is dropped.
+        not wait for the host; what it made after a stop string is dropped. A call that is timed
+        waits until they have been fetched and has the device to itself.
         """
-        pending = self._begin()
+        pending: Pending | None = self._begin()
         dispatched = 1
         while pending is not None:
-            ahead = None
+            call = ahead = None
             if dispatched < self.options.max_new_tokens:
-                stopped = jnp.asarray([row.finish_reason is not None for row in self.rows])
-                ahead, least = self._more(steps, stopped)
-                dispatched += least
-            yield self._collect(jax.device_get(pending))
-            pending = None if all(row.finish_reason for row in self.rows) else ahead
+                call = self.policy.next(steps)
+                dispatched += call.rounds  # each brings every row a token or more
+            if call is not None and not call.timed:
+                ahead = self._dispatch(call)
+            yield self._collect(pending)
+            if all(row.finish_reason for row in self.rows):
+                return
+            if call is not None and call.timed:
+                ahead = self._dispatch(call)
+            pending = ahead
 
-    def _begin(self) -> generate.Tokens:
+    def _begin(self) -> Pending:
         """Prefills and chooses the first token."""
         params, config, spec = self.params, self.config, self.speculation
         batch, drafting = len(self.prompts), None
@@ -109,35 +142,68 @@ class BatchRun:
         controls = generate.Controls.of(self.options, self.keys)
         first, self.state = generate.begin(params, config, last, self.state, controls)
         if spec is not None:
-            self.state = start(spec.drafter, drafting, last, self.state, spec.num_proposals)
-        return first
+            self.state = start(spec.drafter, drafting, last, self.state)
+        return Pending(first)
 
-    def _more(self, steps: int, stopped: jax.Array) -> tuple[generate.Tokens, int]:
-        """Dispatches a call for about `steps` tokens; what it will give, and how many at least."""
+    def _dispatch(self, call: Call) -> Pending:
         params, config, spec, most = self.params, self.config, self.speculation, DECODE_STEPS
+        K, rounds = call.num_proposals, jnp.int32(call.rounds)
+        stopped = jnp.asarray([row.finish_reason is not None for row in self.rows])
         if spec is None:
             tokens, self.state = generate.decode(
-                params, config, self.state, jnp.int32(steps), stopped, size=most
+                params, config, self.state, rounds, stopped, size=most
             )
-            return tokens, steps
-        K = spec.num_proposals
-        rounds = -(-steps // (K + 1))
-        tokens, self.state = speculate(
+            return Pending(tokens)
+        draft_s = self._draft_time(K, rounds) if spec.profile else None
+        begin = time.perf_counter()
+        tokens, counts, self.state = speculate(
             params,
             config,
             spec.drafter,
             spec.rule,
             self.state,
-            jnp.int32(rounds),
+            rounds,
             stopped,
             num_proposals=K,
             size=-(-most // (K + 1)) * (K + 1),
         )
-        return tokens, rounds
+        pending = Pending(tokens, call, counts)
+        if call.timed:
+            jax.block_until_ready(tokens)
+            pending.seconds = time.perf_counter() - begin
+            self._learn(pending)
+            if draft_s is not None:  # of as many rounds as were asked for
+                pending.draft_s = draft_s * int(pending.counts.rounds.max()) / call.rounds
+        return pending
 
-    def _collect(self, out: generate.Tokens) -> list[list[int]]:
-        """Adds fetched tokens to the rows; returns what each row took."""
+    def _draft_time(self, num_proposals: int, rounds: jax.Array) -> float:
+        """Seconds of the next round's proposals, made `rounds` times; the state stays."""
+        drafter, begin = self.speculation.drafter, time.perf_counter()
+        guesses = draft(
+            self.params, self.config, drafter, self.state, rounds, num_proposals=num_proposals
+        )
+        jax.block_until_ready(guesses)
+        return time.perf_counter() - begin
+
+    def _learn(self, pending: Pending) -> None:
+        """Fetches what came of a call, and tells the policy."""
+        pending.counts = counts = jax.device_get(pending.counts)
+        self.policy.observe(
+            pending.call,
+            tries=int(counts.rounds.sum()),
+            accepted=counts.per_position.sum(0).tolist(),
+            rounds=int(counts.rounds.max()),
+            seconds=pending.seconds,
+        )
+
+    def _collect(self, pending: Pending) -> list[list[int]]:
+        """Fetches tokens and adds them to the rows; returns what each row took."""
+        out = jax.device_get(pending.tokens)
         now = time.perf_counter()
+        if pending.call is not None:
+            if not pending.call.timed:
+                self._learn(pending)
+            self.tally.add(pending.counts, pending.seconds, pending.draft_s)
         if not any(row.tokens for row in self.rows):
             self.first_token_at = now
         taken = []
@@ -169,23 +235,10 @@ class BatchRun:
             stats=Stats(
                 ttft_s=self.first_token_at - self.started,
                 tpot_s=decode_s / later if later > 0 else None,
-                **self._speculated(index),
+                **(self.tally.stats(index) if self.speculation else {}),
             ),
             non_finite_step=len(row.tokens) if row.finish_reason == "non_finite" else None,
         )
-
-    def _speculated(self, index: int) -> dict[str, Any]:
-        """The fields of `Stats` that a drafter fills in."""
-        if not isinstance(self.state, SpeculativeState):
-            return {}
-        counts = jax.tree.map(lambda x: x[index], jax.device_get(self.state.counts))
-        rounds = max(int(counts.rounds), 1)
-        return {
-            "drafted": int(counts.drafted),
-            "accepted": int(counts.accepted),
-            "per_position": [int(n) / rounds for n in counts.per_position],
-            "acceptance_length": 1 + int(counts.accepted) / rounds,
-        }
 
 
 class Row:

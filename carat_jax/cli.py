@@ -18,6 +18,7 @@ from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import state_bytes
 from carat_jax.model import num_params, param_bytes
+from carat_jax.speculative import NumProposals
 
 ERROR, INTERRUPTED = 1, 130
 
@@ -219,11 +220,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         metavar="DRAFTER",
-        help='guess ahead, for speed: "ngram", or folder or hub id of an assistant drafter or of a '
-        "smaller model with the same vocabulary",
+        help='guess ahead, for speed: "ngram", "tiny" (of the bundled model), or folder or hub id of '
+        "an assistant drafter or of a smaller model with the same vocabulary",
     )
     group.add_argument(
-        "--num-proposals", type=int, metavar="K", help="tokens guessed at once (default 4)"
+        "--num-proposals",
+        type=_num_proposals,
+        metavar="K",
+        help='tokens guessed at once, or "auto": as many as pay, maybe none (default 4)',
     )
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
@@ -240,6 +244,13 @@ def _options(args: argparse.Namespace, model: gemma.Gemma) -> dict[str, Any]:
     elif args.num_proposals is not None:
         raise ValueError("--num-proposals is for a drafter: give --drafter too")
     return options
+
+
+def _num_proposals(text: str) -> NumProposals:
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give an integer or 'auto'") from None
 
 
 def _load(args: argparse.Namespace) -> gemma.Gemma:

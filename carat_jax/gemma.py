@@ -18,7 +18,15 @@ from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import init_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
-from carat_jax.speculative import Drafter, Exact, Model, Ngram, Rule, Speculation
+from carat_jax.speculative import (
+    Drafter,
+    Exact,
+    Model,
+    Ngram,
+    NumProposals,
+    Rule,
+    Speculation,
+)
 from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
 from carat_jax.speculative.drafters.model import check_vocabulary
 from carat_jax.tokenizer import StopStrings, Tokenizer
@@ -86,8 +94,8 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
     """What `generate(drafter=…)` takes, for this model.
 
     Args:
-      source: "ngram" (copies from prompt and text, no weights); or a folder or hub id, of an
-        assistant drafter or of a smaller model with the same vocabulary.
+      source: "ngram" (copies from prompt and text, no weights), "tiny" (the bundled model's); or a
+        folder or hub id, of an assistant drafter or of a smaller model with the same vocabulary.
       gemma: the model to be accelerated; the drafter takes its dtype.
       progress: show progress bars on a terminal.
 
@@ -98,7 +106,15 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
     """
     if source == "ngram":
         return Ngram()
-    folder = checkpoint.resolve(source)
+    try:
+        folder = checkpoint.resolve(source)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"no drafter {str(source)!r}: there are 'ngram' (for any model) and 'tiny' (for the "
+            "bundled one); or give a folder or hub id of an assistant drafter or smaller model"
+        ) from None
+    if source == "tiny":
+        folder /= "drafter"
     kind = config_json.read(folder).get("model_type")
     if isinstance(kind, str) and kind.endswith("_assistant"):
         return load_assistant(folder, gemma.config)
@@ -145,8 +161,9 @@ class Gemma:
         prompt: Prompt | Sequence[Prompt],
         *,
         drafter: Drafter | None = None,
-        num_proposals: int = 4,
+        num_proposals: NumProposals = 4,
         acceptance: Rule | None = None,
+        profile: bool = False,
         **options: Any,
     ) -> Generation | list[Generation]:
         """Continues a prompt, or each prompt of a batch.
@@ -157,9 +174,16 @@ class Gemma:
             `GenerateOptions.seed`), though in bfloat16 rounding, which differs with the batch
             size, may decide between two nearly equal tokens.
           drafter: speculative decoding: what guesses the next tokens (see `load_drafter`).
-          num_proposals: tokens that it guesses in a round.
+          num_proposals: tokens that it guesses in a round; "auto" = as many as pay, from none to
+            15, by the acceptance and the times measured so far (see `speculative.auto.Auto`). It
+            learns anew in every call, from the first 18 rounds on, and may compile up to six
+            programs: for long texts. What it chooses hangs on times; so from one run to the next
+            may the text, where that hangs on the number of guesses: drawn guesses, and in
+            bfloat16 nearly equal tokens. Hence not the default.
           acceptance: which guesses stand; None = `speculative.Exact()`, with which a drafter
             changes the speed only.
+          profile: time drafting and verifying apart (`stats.draft_s`, `stats.verify_s`); slower,
+            since drafting is done twice.
           **options: fields of `GenerateOptions`; the checkpoint's defaults fill in the rest.
 
         Returns:
@@ -168,10 +192,11 @@ class Gemma:
         Raises:
           ValueError: before anything is compiled: an empty prompt, ids out of the vocabulary,
             prompt + max_new_tokens beyond max_context, an option out of its range, a drafter of
-            another model, num_proposals beyond what drafter and rings allow.
+            another model, num_proposals beyond what drafter and rings allow, profile without a
+            drafter.
         """
         single = _is_single(prompt)
-        speculation = _speculation(drafter, num_proposals, acceptance)
+        speculation = _speculation(drafter, num_proposals, acceptance, profile)
         run = self._prepare([prompt] if single else list(prompt), options, speculation)
         with run:
             for _ in run.advance(generate.DECODE_STEPS):
@@ -184,8 +209,9 @@ class Gemma:
         prompt: Prompt,
         *,
         drafter: Drafter | None = None,
-        num_proposals: int = 4,
+        num_proposals: NumProposals = 4,
         acceptance: Rule | None = None,
+        profile: bool = False,
         **options: Any,
     ) -> Iterator[Piece]:
         """Continues one prompt, giving text as it comes; the last piece has the whole.
@@ -195,7 +221,7 @@ class Gemma:
         """
         if not _is_single(prompt):
             raise ValueError("stream takes one prompt: use generate for a list")
-        speculation = _speculation(drafter, num_proposals, acceptance)
+        speculation = _speculation(drafter, num_proposals, acceptance, profile)
         return self._stream(self._prepare([prompt], options, speculation))
 
     def chat(
@@ -205,8 +231,9 @@ class Gemma:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         drafter: Drafter | None = None,
-        num_proposals: int = 4,
+        num_proposals: NumProposals = 4,
         acceptance: Rule | None = None,
+        profile: bool = False,
         **options: Any,
     ) -> Generation:
         """Answers a conversation; `thinking` of the result is apart from `text`.
@@ -216,7 +243,7 @@ class Gemma:
           thinking: let the model think first.
           tools: JSON schemas of tools it may call; a call shows in
             `text` as `call:name{…}`, and is not parsed.
-          drafter, num_proposals, acceptance: as in `generate`.
+          drafter, num_proposals, acceptance, profile: as in `generate`.
           **options: fields of `GenerateOptions`.
 
         Raises:
@@ -228,6 +255,7 @@ class Gemma:
             drafter=drafter,
             num_proposals=num_proposals,
             acceptance=acceptance,
+            profile=profile,
             **self.chat_options(options),
         )
         tokenizer, asked = self._need_tokenizer("chat"), self.options.replace(**options)
@@ -357,11 +385,13 @@ _forward = jax.jit(
 
 
 def _speculation(
-    drafter: Drafter | None, num_proposals: int, acceptance: Rule | None
+    drafter: Drafter | None, num_proposals: NumProposals, acceptance: Rule | None, profile: bool
 ) -> Speculation | None:
     if drafter is None:
+        if profile:
+            raise ValueError("profile = True is for a drafter: give one, or leave it out")
         return None
-    return Speculation(drafter, num_proposals, acceptance or Exact())
+    return Speculation(drafter, num_proposals, acceptance or Exact(), profile)
 
 
 def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:

@@ -1,6 +1,9 @@
 """What a generation returns to Python."""
 
 import dataclasses
+from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,8 +14,16 @@ class Stats:
       ttft_s: from the call to the first token.
       tpot_s: for each token after the first, on average; None where there is none.
       drafted, accepted: tokens proposed to this row, and those that stood; None without a drafter.
-      per_position: for each place in a round, the share of rounds in which that proposal stood.
+      per_position: for each place in a round, the share of the rounds with such a proposal in
+        which it stood.
       acceptance_length: tokens a round, 1 + accepted / rounds.
+      rounds: by the number of proposals, how many rounds this row took part in.
+      draft_s, verify_s: of all rounds together, in drafting and in the rest of them: the model's
+        pass and what follows it. None unless asked for by `profile`. Parts of one program cannot
+        be timed from outside it. So what is measured is each call of some rounds (but the first
+        for each number of proposals, which may compile) and, right before it, as many rounds of
+        proposals alone, made once more from the same state. What is derived is `verify_s`, the
+        difference, and the time of rounds that were not measured: that of those which were.
     """
 
     ttft_s: float
@@ -21,6 +32,9 @@ class Stats:
     accepted: int | None = None
     per_position: list[float] | None = None
     acceptance_length: float | None = None
+    rounds: dict[int, int] | None = None
+    draft_s: float | None = None
+    verify_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +79,74 @@ class Piece:
     text: str
     tokens: list[int]
     generation: Generation | None = None
+
+
+class SpeculationTally:
+    """Adds up what speculation did, call by call, into fields of `Stats`."""
+
+    def __init__(self, batch: int) -> None:
+        self._drafted = np.zeros(batch, int)
+        self._accepted = np.zeros(batch, int)
+        self._of: dict[int, _Rounds] = {}  # by K
+
+    def add(self, counts: Any, seconds: float | None, draft_s: float | None) -> None:
+        """Adds a call.
+
+        Args:
+          counts: `speculative.Counts` as NumPy arrays.
+          seconds: what the call took; None where it was not timed.
+          draft_s: what the proposals of as many rounds took alone; None where not timed.
+        """
+        B, K = counts.per_position.shape
+        self._drafted += counts.drafted
+        self._accepted += counts.accepted
+        rounds = self._of.setdefault(K, _Rounds(np.zeros(B, int), np.zeros((B, K), int)))
+        rounds.of_row += counts.rounds
+        rounds.stood += counts.per_position
+        rounds.passes += int(counts.rounds.max())
+        if seconds is not None and draft_s is not None:
+            rounds.timed += int(counts.rounds.max())
+            rounds.seconds += seconds
+            rounds.draft_s += draft_s
+
+    def stats(self, row: int) -> dict[str, Any]:
+        """The fields of `Stats` that a drafter fills in."""
+        rounds = {K: int(r.of_row[row]) for K, r in sorted(self._of.items())}
+        most = max(rounds, default=0)
+        per_position = []
+        for i in range(most):
+            offered = sum(n for K, n in rounds.items() if K > i)
+            stood = sum(int(r.stood[row, i]) for K, r in self._of.items() if K > i)
+            per_position.append(stood / max(offered, 1))
+        accepted = int(self._accepted[row])
+        draft_s, verify_s = self._times()
+        return {
+            "drafted": int(self._drafted[row]),
+            "accepted": accepted,
+            "per_position": per_position,
+            "acceptance_length": 1 + accepted / max(sum(rounds.values()), 1),
+            "rounds": rounds,
+            "draft_s": draft_s,
+            "verify_s": verify_s,
+        }
+
+    def _times(self) -> tuple[float | None, float | None]:
+        if not all(r.timed for r in self._of.values()):
+            return None, None
+        draft_s = verify_s = 0.0
+        for r in self._of.values():
+            draft_s += r.draft_s * r.passes / r.timed
+            verify_s += max(r.seconds - r.draft_s, 0.0) * r.passes / r.timed
+        return draft_s, verify_s
+
+
+@dataclasses.dataclass
+class _Rounds:
+    """Those with one K: of each row, where proposals stood, and of the batch with their times."""
+
+    of_row: np.ndarray  # [B]
+    stood: np.ndarray  # [B, K]
+    passes: int = 0
+    timed: int = 0
+    seconds: float = 0.0
+    draft_s: float = 0.0

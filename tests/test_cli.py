@@ -164,7 +164,8 @@ def test_generate_as_json(capsys, folder):
     expected = carat.load(folder).generate("a")
     assert set(printed) == {field.name for field in dataclasses.fields(carat.Generation)}
     assert set(printed.pop("stats")) == {
-        "ttft_s", "tpot_s", "drafted", "accepted", "per_position", "acceptance_length",
+        "ttft_s", "tpot_s", "drafted", "accepted", "per_position", "acceptance_length", "rounds",
+        "draft_s", "verify_s",
     }  # fmt: skip
     assert printed == {k: v for k, v in dataclasses.asdict(expected).items() if k != "stats"}
     assert (printed["text"], printed["finish_reason"]) == (" bcd", "stop")

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from carat_jax import generate
 from carat_jax.bench import random_model, report
@@ -21,7 +22,14 @@ from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, abstract_state
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
-from carat_jax.speculative import Speculation, Target, check_speculation, speculate, start
+from carat_jax.speculative import (
+    Speculation,
+    SpeculativeState,
+    check_speculation,
+    draft,
+    speculate,
+    start,
+)
 from carat_jax.speculative.acceptance import Forced
 from carat_jax.speculative.drafters.assistant import Assistant
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
@@ -135,33 +143,41 @@ def _measure(
     step_s, _, state = _time(decode, state, steps)
 
     hidden = jax.random.normal(jax.random.key(2), (batch, config.hidden_size), config.dtype)
-    speculative = start(
-        drafter, drafter.init(config, batch, context + K + 1), hidden.copy(), state, K
-    )
+    speculative = start(drafter, drafter.init(config, batch, context + K + 1), hidden, state)
+    counted = []
 
-    def rounds_of(state: Any) -> tuple[Any, Any]:
-        rewound = state.decode.kv.replace(length=length.copy())
-        state = state.replace(decode=state.decode.replace(kv=rewound))
-        return speculate(
+    def rewound(state: SpeculativeState) -> SpeculativeState:
+        kv = state.decode.kv.replace(length=length.copy())
+        return state.replace(decode=state.decode.replace(kv=kv))
+
+    def rounds_of(state: SpeculativeState) -> tuple[Any, SpeculativeState]:
+        tokens, counts, state = speculate(
             params,
             config,
             drafter,
             speculation.rule,
-            state,
+            rewound(state),
             jnp.int32(rounds),
             stopped,
             num_proposals=K,
             size=rounds * (K + 1),
         )
+        counted.append(counts)
+        return tokens, state
 
     round_s, out, speculative = _time(rounds_of, speculative, rounds)
-    counts = jax.device_get(speculative.counts)
+    counts = jax.tree.map(lambda *calls: sum(map(np.asarray, calls)), *counted)
     if int(out.num_tokens.min()) < rounds:
         raise RuntimeError("a row ended early: the logits are not finite")
-    mean = 1 + float(counts.accepted.sum()) / float(counts.rounds.sum())
+    passes, accepted = int(counts.rounds.sum()), int(counts.accepted.sum())
+    mean = 1 + accepted / passes
 
-    kv = speculative.decode.kv.replace(length=length.copy())
-    draft_s = _draft_time(params, config, drafter, kv, token, hidden, K)
+    def draft_alone(state: SpeculativeState) -> tuple[Any, SpeculativeState]:
+        guesses = draft(params, config, drafter, state, jnp.int32(ROUNDS), num_proposals=K)
+        return guesses.block_until_ready(), state
+
+    draft_s, _, speculative = _time(draft_alone, rewound(speculative), ROUNDS)
+    kv = rewound(speculative).decode.kv
     verify = functools.partial(_verify, params, config, batch, K, length)
     verify_s, _, _ = _time(verify, kv, ROUNDS)
     return {
@@ -170,39 +186,14 @@ def _measure(
         "verify_ms": round(verify_s * 1e3, 3),
         "round_ms": round(round_s * 1e3, 3),
         "loop_share": round((round_s - draft_s - verify_s) / round_s, 3),
+        "rounds": passes,
+        "drafted": int(counts.drafted.sum()),
+        "accepted": accepted,
         "acceptance_length": round(mean, 2),
-        "per_position": [
-            round(float(n) / float(counts.rounds.sum()), 3) for n in counts.per_position.sum(0)
-        ],
+        "per_position": [round(float(n) / passes, 3) for n in counts.per_position.sum(0)],
         "ms_per_token": round(round_s / mean * 1e3, 3),
         "speedup": round(step_s * mean / round_s, 2),
     }
-
-
-def _draft_time(
-    params: Params,
-    config: GemmaConfig,
-    drafter: Assistant,
-    kv: KVState,
-    token: jax.Array,
-    hidden: jax.Array,
-    K: int,
-) -> float:
-    """Seconds of a round's proposals, ROUNDS of them after one another."""
-
-    @jax.jit
-    def propose(params, drafter, kv, token, hidden):
-        def again(_, token):
-            target = Target(params, config, kv, token, hidden)
-            proposal, _ = drafter.propose(None, target, K, None)
-            return proposal.tokens[:, -1]
-
-        return jax.lax.fori_loop(0, ROUNDS, again, token)
-
-    def call(token: jax.Array) -> tuple[None, jax.Array]:
-        return None, propose(params, drafter, kv, token, hidden)
-
-    return _time(call, token, ROUNDS)[0]
 
 
 def _verify(

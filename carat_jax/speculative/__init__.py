@@ -7,9 +7,11 @@ from carat_jax.speculative.drafters.ngram import Ngram
 from carat_jax.speculative.drafters.scripted import Scripted
 from carat_jax.speculative.loop import (
     Counts,
+    NumProposals,
     Speculation,
     SpeculativeState,
     check_speculation,
+    draft,
     read_prompt,
     speculate,
     start,
@@ -24,6 +26,7 @@ __all__ = [
     "Forced",
     "Model",
     "Ngram",
+    "NumProposals",
     "Proposal",
     "Rule",
     "Scripted",
@@ -33,6 +36,7 @@ __all__ = [
     "Typical",
     "Verdict",
     "check_speculation",
+    "draft",
     "read_prompt",
     "speculate",
     "start",

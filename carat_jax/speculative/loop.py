@@ -6,21 +6,23 @@ have overwritten nothing that is still needed.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from carat_jax import generate
+from carat_jax import generate, sampling
 from carat_jax.attention import MAX_DECODE_TOKENS
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
 from carat_jax.kv_state import KVState, max_decode_tokens
 from carat_jax.model import Params, head, hidden_states
-from carat_jax.speculative.acceptance import Exact, Rule, drafting_keys
-from carat_jax.speculative.protocol import Drafter, Target
+from carat_jax.speculative.acceptance import Exact, Forced, Rule, Verdict, drafting_keys
+from carat_jax.speculative.protocol import Drafter, Proposal, Target
+
+NumProposals = int | Literal["auto"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +31,19 @@ class Speculation:
 
     Attributes:
       drafter: what proposes.
-      num_proposals: K, tokens proposed in a round.
+      num_proposals: K, tokens proposed in a round; "auto" = as many as pay (see `auto.Auto`).
       rule: which of them stand.
+      profile: time drafting and verifying apart (see `Stats`); drafting is done twice for that.
     """
 
     drafter: Drafter
-    num_proposals: int = 4
+    num_proposals: NumProposals = 4
     rule: Rule = dataclasses.field(default_factory=Exact)
+    profile: bool = False
 
 
 class Counts(struct.PyTreeNode):
-    """What speculation did, since its start.
+    """What speculation did in one call.
 
     Attributes:
       rounds: int32 [B], passes of the target in which a row took part.
@@ -60,20 +64,21 @@ class SpeculativeState(struct.PyTreeNode):
       decode: as without a drafter.
       hidden: [B, D], see `Target`.
       drafter: the drafter's own state.
-      counts: so far.
     """
 
     decode: DecodeState
     hidden: jax.Array
     drafter: Any
-    counts: Counts
 
 
-def check_speculation(speculation: Speculation, state: KVState, config: GemmaConfig) -> None:
-    """Raises ValueError unless K proposals and the token before them fit one step.
+def check_speculation(speculation: Speculation, state: KVState, config: GemmaConfig) -> int:
+    """The largest K of which the proposals and the token before them fit one step.
 
     Args:
       state: of the target, or its shapes.
+
+    Raises:
+      ValueError: the K asked for is none or larger; or the drafter is no drafter.
     """
     drafter, K = speculation.drafter, speculation.num_proposals
     if not isinstance(drafter, Drafter):
@@ -84,11 +89,18 @@ def check_speculation(speculation: Speculation, state: KVState, config: GemmaCon
     slack = max_decode_tokens(state, config)
     most = min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if slack is None else slack) - 1
     most = min(most, drafter.max_proposals)
-    if isinstance(K, bool) or not isinstance(K, int) or not 1 <= K <= most:
+    if K == "auto":
+        if isinstance(speculation.rule, Forced):
+            raise ValueError(
+                "num_proposals = 'auto': Forced has probabilities for one number of proposals "
+                f"only: give {speculation.rule.probabilities.shape[0]}"
+            )
+    elif isinstance(K, bool) or not isinstance(K, int) or not 1 <= K <= most:
         raise ValueError(
             f"num_proposals = {K!r}: {type(drafter).__name__} and the slack of the rings allow "
-            f"1 to {most}"
+            f"1 to {most}, or 'auto'"
         )
+    return most
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -102,16 +114,11 @@ def start(
     drafter_state: Any,
     hidden: jax.Array,
     decode: DecodeState,
-    num_proposals: int,
 ) -> SpeculativeState:
     """The state after the first token, which `generate.begin` chose from `hidden` [B, D]."""
-    B = hidden.shape[0]
     new = (decode.generated > 0).astype(jnp.int32)
-    # Each an array of its own: all of them are donated.
-    rounds, drafted, accepted = (jnp.zeros((B,), jnp.int32) for _ in range(3))
-    counts = Counts(rounds, drafted, accepted, jnp.zeros((B, num_proposals), jnp.int32))
     observed = drafter.observe(drafter_state, decode.token[:, None], new)
-    return SpeculativeState(decode, hidden, observed, counts)
+    return SpeculativeState(decode, hidden, observed)
 
 
 @functools.partial(
@@ -128,8 +135,10 @@ def speculate(
     *,
     num_proposals: int,
     size: int,
-) -> tuple[Tokens, SpeculativeState]:
+) -> tuple[Tokens, Counts, SpeculativeState]:
     """Up to `rounds` rounds, fewer where every row ends before.
+
+    Calls with different K may follow one another.
 
     Args:
       params, config: the target.
@@ -138,11 +147,12 @@ def speculate(
       state: donated.
       rounds: int32, at most size / (num_proposals + 1); traced.
       stopped: bool [B], rows that the caller ends now.
-      num_proposals: K, static; see `check_speculation`.
+      num_proposals: K, static; see `check_speculation`. 0 is plain decoding, through which the
+        drafter is kept informed.
       size: static, columns of the result.
 
     Returns:
-      Tokens, of which each row has its own number, and the state.
+      Tokens, of which each row has its own number; what these rounds did; the state.
     """
     decode = state.decode
     finish = jnp.where(stopped & (decode.finish == RUNNING), STOP, decode.finish)
@@ -154,23 +164,56 @@ def speculate(
     )
     buffers = jax.tree.map(lambda c: jnp.zeros((c.shape[0], size, *c.shape[1:]), c.dtype), column)
 
+    none = jnp.zeros_like(before)
+    counts = Counts(none, none, none, jnp.zeros((before.shape[0], num_proposals), jnp.int32))
+
     def running(carry):
-        i, state, _ = carry
+        i, state, *_ = carry
         return (i < rounds) & jnp.any(state.decode.finish == RUNNING)
 
     def step(carry):
-        i, state, buffers = carry
+        i, state, counts, buffers = carry
         start = state.decode.generated - before
-        emitted, count, state = _round(params, config, drafter, rule, state, num_proposals)
+        emitted, count, new, state = _round(params, config, drafter, rule, state, num_proposals)
+        counts = jax.tree.map(jnp.add, counts, new)
         index = jnp.arange(num_proposals + 1)
         place = jnp.where(index < count[:, None], start[:, None] + index, size)  # else dropped
         rows = jnp.arange(place.shape[0])[:, None]
         buffers = jax.tree.map(lambda b, e: b.at[rows, place].set(e, mode="drop"), buffers, emitted)
-        return i + 1, state, buffers
+        return i + 1, state, counts, buffers
 
-    _, state, buffers = lax.while_loop(running, step, (jnp.int32(0), state, buffers))
+    start = jnp.int32(0), state, counts, buffers
+    _, state, counts, buffers = lax.while_loop(running, step, start)
     count = state.decode.generated - before
-    return Tokens(num_tokens=count, finish=state.decode.finish, **buffers), state
+    return Tokens(num_tokens=count, finish=state.decode.finish, **buffers), counts, state
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_proposals"))
+def draft(
+    params: Params,
+    config: GemmaConfig,
+    drafter: Drafter,
+    state: SpeculativeState,
+    rounds: jax.Array,
+    *,
+    num_proposals: int,
+) -> jax.Array:
+    """The proposals of the next round, made `rounds` times over: for timing them alone.
+
+    Returns:
+      int32 [B], the last guesses; `state` is as it was.
+    """
+
+    def again(_, carry):
+        token, drafting = carry
+        decode = state.decode.replace(token=token)
+        state_now = state.replace(decode=decode, drafter=drafting)
+        proposal, drafting = _propose(params, config, drafter, state_now, num_proposals)
+        last = proposal.tokens[:, -1] if num_proposals else token
+        # Each round needs the one before, and nothing may be taken out of the loop.
+        return lax.optimization_barrier((last, drafting))
+
+    return lax.fori_loop(0, rounds, again, (state.decode.token, state.drafter))[0]
 
 
 def _round(
@@ -180,20 +223,22 @@ def _round(
     rule: Rule,
     state: SpeculativeState,
     K: int,
-) -> tuple[dict[str, jax.Array], jax.Array, SpeculativeState]:
-    """One round: fields of `Tokens` with K + 1 columns, how many of them count, the state."""
+) -> tuple[dict[str, jax.Array], jax.Array, Counts, SpeculativeState]:
+    """One round: `Tokens`' fields with K + 1 columns, how many of them count, Counts, state."""
     decode, controls = state.decode, state.decode.controls
     length, running = decode.kv.length, decode.finish == RUNNING
-    keys = drafting_keys(controls.sampling, length)
-    target = Target(params, config, decode.kv, decode.token, state.hidden)
-    proposal, drafted = drafter.propose(state.drafter, target, K, keys)
+    proposal, drafted = _propose(params, config, drafter, state, K)
 
     fed = jnp.concatenate([decode.token[:, None], proposal.tokens], axis=1)
     new = jnp.where(running, K + 1, 0)
     hidden, kv = hidden_states(params, config, fed, decode.kv, new=new)
     logits = head(params, config, hidden)  # [B, K + 1, V]
     allowed = logits.at[..., controls.suppressed].set(-jnp.inf, mode="drop")
-    verdict = rule.accept(allowed, proposal, controls.sampling, length + 1)
+    if K:
+        verdict = rule.accept(allowed, proposal, controls.sampling, length + 1)
+    else:
+        token = sampling.choose(allowed[:, 0], controls.sampling, length + 1)
+        verdict = Verdict(accepted=jnp.zeros_like(token), token=token)
 
     index = jnp.arange(K + 1)
     tokens = jnp.concatenate([proposal.tokens, verdict.token[:, None]], axis=1)
@@ -214,21 +259,34 @@ def _round(
     )
     accepted = jnp.minimum(verdict.accepted, count)
     counts = Counts(
-        rounds=state.counts.rounds + running,
+        rounds=running.astype(jnp.int32),
         # Of a round that ends its row, only what could have been emitted counts.
-        drafted=state.counts.drafted
-        + jnp.where(running & (finish != RUNNING), jnp.minimum(count, K), jnp.where(running, K, 0)),
-        accepted=state.counts.accepted + accepted,
-        per_position=state.counts.per_position + (index[:K] < accepted[:, None]),
+        drafted=jnp.where(running & (finish == RUNNING), K, jnp.minimum(count, K)),
+        accepted=accepted,
+        per_position=(index[:K] < accepted[:, None]).astype(jnp.int32),
     )
     emitted = jax.vmap(generate.columns, in_axes=(None, 1, 1), out_axes=1)(decode, tokens, logits)
     state = SpeculativeState(
         decode=after,
         hidden=jnp.where(took[:, None], newest, state.hidden),
         drafter=drafter.observe(drafted, tokens, count),
-        counts=counts,
     )
-    return emitted, count, state
+    return emitted, count, counts, state
+
+
+def _propose(
+    params: Params, config: GemmaConfig, drafter: Drafter, state: SpeculativeState, K: int
+) -> tuple[Proposal, Any]:
+    """K proposals, maybe none, and the drafter's state after them."""
+    decode = state.decode
+    target = Target(params, config, decode.kv, decode.token, state.hidden)
+    keys = drafting_keys(decode.controls.sampling, decode.kv.length)
+    # A drafter may fill a cache while it proposes. So it proposes once even where nothing is
+    # wanted: what its state does not need of that, the compiler drops.
+    proposal, drafted = drafter.propose(state.drafter, target, max(K, 1), keys)
+    if not K:
+        proposal = Proposal(jnp.zeros((decode.token.shape[0], 0), jnp.int32))
+    return proposal, drafted
 
 
 def _cut(

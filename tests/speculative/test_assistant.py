@@ -20,7 +20,7 @@ from carat_jax.generate import Controls
 from carat_jax.kv_state import KVState, LayerKV, RingKV, abstract_state
 from carat_jax.model import hidden_states
 from carat_jax.options import GenerateOptions
-from carat_jax.speculative import Drafter, Exact, Target, speculate, start
+from carat_jax.speculative import Drafter, Exact, SpeculativeState, Target, speculate, start
 from carat_jax.speculative.drafters.assistant import Assistant, lent_keys
 from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
@@ -169,8 +169,8 @@ def test_the_loop_gives_the_plain_tokens_and_the_drafter_sees_a_clean_past(name)
     controls = controls.replace(limit=jnp.asarray(end - lengths, jnp.int32))
     first, decode = generate.begin(m.params, m.config, hidden, kv, controls)
     recording = Recording(assistant)
-    state = start(recording, recording.init(m.config, 2, end), hidden, decode, K)
-    out, state = quick_speculate(
+    state = start(recording, recording.init(m.config, 2, end), hidden, decode)
+    out, _, state = quick_speculate(
         m.params,
         m.config,
         recording,
@@ -195,6 +195,31 @@ def test_the_loop_gives_the_plain_tokens_and_the_drafter_sees_a_clean_past(name)
     expected = np.broadcast_to(drafted(name)["ids"], recorded.shape)
     compared = visited[..., None] & clear
     np.testing.assert_array_equal(recorded[compared], expected[compared])
+
+
+def test_while_it_is_not_asked_it_does_nothing():
+    """It has no state, so of a round without proposals the compiler drops all its work."""
+    assistant, m, _ = drafter("drafter_dense")
+    kv = abstract_state(m.config, 1, 64)
+    row = jax.ShapeDtypeStruct((1,), jnp.int32)
+    hidden = jax.ShapeDtypeStruct((1, m.config.hidden_size), jnp.float32)
+    controls = Controls.of(GenerateOptions(), generate.row_keys(0, 1))
+    decode = generate.DecodeState(kv=kv, token=row, generated=row, finish=row, controls=controls)
+    state = SpeculativeState(decode, hidden, None)
+    stopped = jax.ShapeDtypeStruct((1,), bool)
+    lowered = quick_speculate.lower(
+        m.params,
+        m.config,
+        assistant,
+        Exact(),
+        state,
+        jnp.int32(1),
+        stopped,
+        num_proposals=0,
+        size=8,
+    )
+    assert "/draft/" in lowered.as_text(debug_info=True)
+    assert "/draft/" not in lowered.compile().as_text()
 
 
 # --- Configurations ------------------------------------------------------------------------------

@@ -92,6 +92,8 @@ def test_a_stream_with_a_drafter(gemma):
         ({"drafter": Repeats(), "num_proposals": 0}, "num_proposals = 0: Repeats .* 1 to 15"),
         ({"drafter": Repeats(), "num_proposals": 16}, "num_proposals = 16: .* 1 to 15"),
         ({"drafter": Repeats(), "num_proposals": 2.0}, r"num_proposals = 2\.0"),
+        ({"drafter": Repeats(), "num_proposals": "all"}, "num_proposals = 'all': .*, or 'auto'"),
+        ({"profile": True}, "profile = True is for a drafter"),
     ],
 )
 def test_what_cannot_be_is_refused(gemma, given, message):
@@ -100,6 +102,7 @@ def test_what_cannot_be_is_refused(gemma, given, message):
 
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+BUNDLED = Path(carat.__file__).parent / "assets" / "tiny"
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,7 @@ def test_drafters_of_another_model_are_refused_by_both_fields(small_gemma, gemma
     with pytest.raises(carat.ConfigError, match=r"backbone_hidden_size 48 .* hidden_size 64"):
         carat.load_drafter(FIXTURES / "drafter_e2b", small_gemma)
     with pytest.raises(carat.ConfigError, match=r"vocab_size 4,096 .* vocab_size 256"):
-        carat.load_drafter("tiny", small_gemma, progress=False)
+        carat.load_drafter(BUNDLED, small_gemma, progress=False)
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
         carat.load_drafter("no-such-folder", gemma)
 
@@ -139,5 +142,11 @@ def test_the_command_line(capsys, monkeypatch):
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["stats"]["drafted"] > 0
+    assert cli.main([*argv, "--drafter", "ngram", "--num-proposals", "auto"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["tokens"] == plain["tokens"]
+    with pytest.raises(SystemExit):
+        cli.main([*argv, "--drafter", "ngram", "--num-proposals", "some"])
+    assert "'some': give an integer or 'auto'" in capsys.readouterr().err
     assert cli.main([*argv, "--num-proposals", "3"]) == 1
     assert "--num-proposals is for a drafter" in capsys.readouterr().err

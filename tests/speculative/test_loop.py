@@ -12,7 +12,7 @@ import scipy.special
 import scipy.stats
 import scripted_model
 import small_model
-from fixture_models import LOGITS, model
+from fixture_models import LOGITS, NAMES, model
 from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, chain
 
@@ -30,6 +30,7 @@ from carat_jax.speculative import (
     Rule,
     Speculation,
     check_speculation,
+    draft,
     read_prompt,
     speculate,
     start,
@@ -61,8 +62,12 @@ class Result:
     top_logprobs: list[np.ndarray]
     finish: list[int]
     kv: KVState | None
-    counts: Counts | None = None
-    calls: int = 0
+    counted: tuple[Counts, ...] = ()  # of each call
+
+    @property
+    def counts(self) -> Counts:
+        """Of all calls, which had the same K."""
+        return jax.tree.map(lambda *calls: np.sum(calls, axis=0), *self.counted)
 
     def of_row(self, row: int) -> "Result":
         """Without a cache."""
@@ -134,7 +139,7 @@ def plain(prompts: tuple, options: GenerateOptions) -> Result:
 
 def drafted(
     drafter: Drafter,
-    num_proposals: int,
+    num_proposals: int | tuple[int, ...],
     prompts: tuple,
     controls: generate.Controls,
     *,
@@ -142,28 +147,22 @@ def drafted(
     params: Params | None = None,
     config: GemmaConfig = CONFIG,
 ) -> Result:
-    """With a drafter, in as many calls as it takes."""
+    """With a drafter, in as many calls as it takes; of two rounds each, with several K in turn."""
     params = small_model.params() if params is None else params
     first, decode, last = begun(params, config, prompts, controls)
     drafting = drafter.init(config, len(prompts), 128)
     for tokens, new in generate.prefill_pieces(prompts):
         drafting = read_prompt(drafter, drafting, tokens, new)
-    state = start(drafter, drafting, last, decode, num_proposals)
-    pieces, stopped = [first], np.zeros(len(prompts), bool)
+    state = start(drafter, drafting, last, decode)
+    in_turn = (num_proposals,) if isinstance(num_proposals, int) else num_proposals
+    rounds, Ks = jnp.int32(SIZE if len(in_turn) == 1 else 2), itertools.cycle(in_turn)
+    pieces, counted, stopped = [first], [], np.zeros(len(prompts), bool)
     while (np.asarray(pieces[-1].finish) == RUNNING).any():
-        out, state = speculate(
-            params,
-            config,
-            drafter,
-            rule or Exact(),
-            state,
-            jnp.int32(SIZE),
-            stopped,
-            num_proposals=num_proposals,
-            size=SIZE,
-        )
+        call = functools.partial(speculate, num_proposals=next(Ks), size=SIZE)
+        out, counts, state = call(params, config, drafter, rule or Exact(), state, rounds, stopped)
         pieces.append(out)
-    return joined(pieces, state.decode.kv, counts=state.counts, calls=len(pieces) - 1)
+        counted.append(counts)
+    return joined(pieces, state.decode.kv, counted=tuple(counted))
 
 
 def knowing(rows: list[list[int]], right) -> Scripted:
@@ -219,11 +218,13 @@ def test_one_prompt_alone():
             got.assert_same_text(expected.of_row(row))
 
 
-def test_the_text_is_the_stored_one():
-    """With per-layer inputs and borrowed keys. Prompt and continuation are cut at four places; the
-    rings wrap while guesses are rejected.
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_is_the_stored_one(name):
+    """Of every kind of model: with per-layer inputs and borrowed keys, keys that are values, a
+    mixture of experts. Prompt and continuation are cut at four places; the rings wrap while
+    guesses are rejected.
     """
-    m, new, lengths = model("e2b_like"), 26, (50, 53, 60, 64)
+    m, new, lengths = model(name), 26, (50, 53, 60, 64)
     prompts = tuple(tuple(m.ids[:n].tolist()) for n in lengths)
     expected = [m.ids[n : n + new].tolist() for n in lengths]
     logits = scipy.special.log_softmax(m.expected["logits_all"].astype(np.float64), axis=-1)
@@ -260,6 +261,63 @@ def test_the_model_as_its_own_drafter(rates):
         assert accepted == pytest.approx(sum(rates), abs=0.5)
 
 
+# --- Another K in every call ---------------------------------------------------------------------
+
+IN_TURN = (4, 0, 0, 2)
+
+
+def test_without_proposals_it_is_plain_decoding():
+    for prompts in BATCHES[:3]:
+        controls = controls_of(prompts, options_of(temperature=0.9, top_k=50))
+        expected = decoded(prompts, controls)
+        got = drafted(knowing(expected.tokens, 0), 0, prompts, controls)
+        got.assert_same_text(expected)
+        assert_same_cache(got.kv, expected.kv, CONFIG)
+        assert got.counts.rounds.tolist() == [NEW - 1] * 4
+        assert got.counts.drafted.tolist() == [0] * 4
+        assert got.counts.per_position.shape == (4, 0)
+
+
+@pytest.mark.parametrize("right", [0, 1, 9])
+def test_k_may_change_from_call_to_call(right):
+    for prompts in BATCHES[:3]:
+        options = options_of(max_new_tokens=30)
+        expected = plain(prompts, options)
+        drafter = knowing(expected.tokens, right)
+        got = drafted(drafter, IN_TURN, prompts, controls_of(prompts, options))
+        got.assert_same_text(expected)
+        assert_same_cache(got.kv, expected.kv, CONFIG)
+        for K, counts in zip(IN_TURN, got.counted, strict=False):
+            stood = min(K, right)
+            assert counts.accepted.tolist() == [2 * stood] * 4 or counts is got.counted[-1]
+
+
+def test_a_drafter_with_a_cache_misses_nothing_while_nobody_asks_it():
+    """The model itself is right at once when its guesses are wanted again."""
+    drafter = Model(small_model.params(), CONFIG)
+    for prompts in BATCHES[:3]:
+        options = options_of(max_new_tokens=40)
+        got = drafted(drafter, IN_TURN, prompts, controls_of(prompts, options))
+        got.assert_same_text(plain(prompts, options))
+        drafts, accepted = (
+            sum(np.sum(getattr(c, name)) for c in got.counted) for name in ("drafted", "accepted")
+        )
+        assert drafts == accepted > 50
+
+
+def test_drafting_alone_makes_the_guesses_of_the_next_round():
+    prompts, options = BATCHES[0], options_of()
+    params, drafter = small_model.params(), Model(small_model.params(), CONFIG)
+    _, decode, last = begun(params, CONFIG, prompts, controls_of(prompts, options))
+    drafting = drafter.init(CONFIG, 4, 128)
+    for tokens, new in generate.prefill_pieces(prompts):
+        drafting = read_prompt(drafter, drafting, tokens, new)
+    state = start(drafter, drafting, last, decode)
+    for _ in range(2):  # the state is not used up
+        guesses = draft(params, CONFIG, drafter, state, jnp.int32(1), num_proposals=4)
+        assert guesses.tolist() == [row[4] for row in plain(prompts, options).tokens]
+
+
 # --- Counts --------------------------------------------------------------------------------------
 
 
@@ -284,7 +342,7 @@ def test_random_guesses_are_hardly_ever_accepted():
     got = drafted(knowing(guesses, 4), 4, prompts, controls_of(prompts, options))
     got.assert_same_text(plain(prompts, options))
     assert np.asarray(got.counts.accepted).sum() < 0.05 * np.asarray(got.counts.drafted).sum()
-    assert got.calls == 2  # of 12 rounds: 12 tokens, and the rest
+    assert len(got.counted) == 2  # of 12 rounds: 12 tokens, and the rest
 
 
 # --- Ends ----------------------------------------------------------------------------------------
@@ -328,21 +386,23 @@ def test_rows_that_the_caller_stops():
     expected = plain(prompts, options).tokens
     drafter, params = knowing(expected, 2), small_model.params()
     first, decode, last = begun(params, CONFIG, prompts, controls_of(prompts, options))
-    state = start(drafter, drafter.init(CONFIG, 4, 128), last, decode, 4)
+    state = start(drafter, drafter.init(CONFIG, 4, 128), last, decode)
     call = functools.partial(speculate, num_proposals=4, size=SIZE)
-    one, state = call(params, CONFIG, drafter, Exact(), state, jnp.int32(2), np.zeros(4, bool))
+    one, _, state = call(params, CONFIG, drafter, Exact(), state, jnp.int32(2), np.zeros(4, bool))
     assert one.num_tokens.tolist() == [6] * 4  # two rounds of two accepted, and the target's own
     assert one.finish.tolist() == [RUNNING] * 4
     length = np.asarray(state.decode.kv.length)
     stopped = np.array([False, True, False, False])
-    two, state = call(params, CONFIG, drafter, Exact(), state, jnp.int32(SIZE), stopped)
+    two, _, state = call(params, CONFIG, drafter, Exact(), state, jnp.int32(SIZE), stopped)
     assert two.num_tokens.tolist() == [NEW - 7, 0, NEW - 7, NEW - 7]
     assert two.finish.tolist() == [LENGTH, STOP, LENGTH, LENGTH]
     assert int(state.decode.kv.length[1]) == length[1]
     got = joined([first, one, two], state.decode.kv)
     assert got.tokens == [expected[0], expected[1][:7], *expected[2:]]
-    none, _ = call(params, CONFIG, drafter, Exact(), state, jnp.int32(SIZE), np.zeros(4, bool))
-    assert none.num_tokens.tolist() == [0] * 4
+    none, counts, _ = call(
+        params, CONFIG, drafter, Exact(), state, jnp.int32(SIZE), np.zeros(4, bool)
+    )
+    assert none.num_tokens.tolist() == counts.rounds.tolist() == [0] * 4
 
 
 def test_logits_that_are_not_finite_end_a_row():
@@ -432,8 +492,8 @@ def test_texts_have_the_models_distribution():
     last = jnp.tile(beginning, (B, 1))
     first, decode = generate.begin(params, config, last, init_state(config, B, 64), controls)
     drafter = Draws(jnp.array([0.0, 0.5, 1.0]))
-    state = start(drafter, None, last, decode, 2)
-    rest, state = speculate(
+    state = start(drafter, None, last, decode)
+    rest, done, _ = speculate(
         params, config, drafter, Exact(), state, n, np.zeros(B, bool), num_proposals=2, size=9
     )
     out = np.concatenate([first.tokens, rest.tokens[:, : n - 1]], axis=1)
@@ -441,7 +501,7 @@ def test_texts_have_the_models_distribution():
     counts = np.bincount(out @ V ** np.arange(n)[::-1], minlength=V**n)
     assert scipy.stats.chisquare(counts, B * p / p.sum()).pvalue > 1e-4
     # More than with guesses that are never accepted, less than with such as always are.
-    assert 0.2 < np.asarray(state.counts.accepted).sum() / (B * (n - 1)) < 0.9
+    assert 0.2 < np.asarray(done.accepted).sum() / (B * (n - 1)) < 0.9
 
 
 # --- Refusals ------------------------------------------------------------------------------------
@@ -452,7 +512,11 @@ def test_proposals_beyond_the_slack_are_refused():
     narrow = dataclasses.replace(CONFIG, sliding_window=R - 4)
     for config, most in ((narrow, 4), (CONFIG, 15)):
         state = init_state(config, 1, 64, slack=0)
-        check_speculation(Speculation(drafter, most), state, config)
+        assert check_speculation(Speculation(drafter, most), state, config) == most
+        assert check_speculation(Speculation(drafter, "auto"), state, config) == most
         for K in (0, most + 1):
             with pytest.raises(ValueError, match=f"num_proposals = {K}: Scripted .* 1 to {most}"):
                 check_speculation(Speculation(drafter, K), state, config)
+    forced = Speculation(drafter, "auto", Forced.at_rates([0.5, 0.25]))
+    with pytest.raises(ValueError, match=r"'auto': Forced has probabilities .* give 2"):
+        check_speculation(forced, state, CONFIG)
