@@ -20,11 +20,21 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from carat_jax.chat import ChatFormat
 from carat_jax.checkpoint import load_params
 from carat_jax.config import GemmaConfig
 from carat_jax.model import abstract_params
 from carat_jax.tokenizer import Tokenizer
-from carat_jax.training import corpus, export, loop, tiny, token_stream, tokenizer_training
+from carat_jax.training import (
+    corpus,
+    export,
+    initial,
+    loop,
+    next_token,
+    tiny,
+    token_stream,
+    tokenizer_training,
+)
 
 TESTS = Path(__file__).parent
 ASSETS = Path(tiny.__file__).parents[1] / "assets" / "tiny"
@@ -239,7 +249,9 @@ def test_documents_are_files_definitions_and_chats():
         f"<|channel>thought\n<channel|>{definition.rstrip()}<turn|>\n<eos>"
     )
     expected = [f"<bos>{source}<eos>", f"<bos>{definition}<eos>", chat]
-    assert sorted(tiny.documents([source, source])) == sorted(expected)
+    assert sorted(corpus.documents([source, source], ChatFormat(empty_thought=True))) == sorted(
+        expected
+    )
 
 
 # --- Windows -------------------------------------------------------------------------------------
@@ -337,16 +349,16 @@ def test_the_logged_loss_is_that_of_the_saved_weights(finished):
 
 def test_matrices_decay_and_norms_do_not():
     """With a learning rate this low only the decay moves the weights visibly."""
-    params = tiny.initial_params(SMALL, 0)
+    params = initial.initial_params(abstract_params(SMALL), SMALL.num_hidden_layers, 0)
     options = dataclasses.replace(OPTIONS, learning_rate=1e-7, weight_decay=1e5)
     stream = token_stream.TokenStream(
         tokens=jnp.arange(600, dtype=jnp.uint16),
         lines=jnp.arange(500),
         unindented=jnp.arange(500),
     )
-    state, _ = loop.train_steps(
-        loop.start(params, options), stream, 0.02, config=SMALL, options=options, steps=1
-    )
+    windows = token_stream.Windows(tokens=jnp.zeros((1, 65), jnp.uint16), counts=jnp.array([64]))
+    task = next_token.NextToken(stream, windows, SMALL, options.batch, options.window)
+    state, _ = loop.train_steps(loop.start(params, options), task, 0.02, options=options, steps=1)
     rate = 1e-7 * 0.5 * (1 + np.cos(np.pi * 0.02))
     np.testing.assert_allclose(
         state.params["embed_tokens"], params["embed_tokens"] * (1 - rate * 1e5), atol=1e-6
@@ -378,7 +390,7 @@ def measure(folder: Path, path: str, text: str) -> float:
         log["held_out"]["window"],
     )
     params = load_params(folder, config, progress=False)
-    return float(loop.held_out_loss(params, config, windows))
+    return float(next_token.held_out_loss(params, config, windows))
 
 
 # --- Checkpoints ---------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from carat_jax.chat import ChatFormat
+
 LICENSE = "PSF-2.0 (Python Software Foundation License)"
 
 # Installed packages, tables of data, and files that describe the one machine they are on.
@@ -106,6 +108,23 @@ def definitions(source: str) -> list[Definition]:
     return [d for d in found if len(d.text) <= _MAX_DEFINITION_CHARS]
 
 
+def documents(sources: Iterable[str], chat_format: ChatFormat) -> list[str]:
+    """What a model learns from, shuffled: whole files, definitions alone, and chats.
+
+    A chat asks for what the docstring of a definition says and is answered by the definition.
+    Documents spell out their own `<bos>` and `<eos>`.
+    """
+    texts: list[str] = []
+    for source in sources:
+        found = definitions(source)
+        texts.append(f"<bos>{source}<eos>")
+        texts += [f"<bos>{definition.text}<eos>" for definition in found]
+        texts += [
+            f"{_chat(definition, chat_format)}<eos>" for definition in found if definition.summary
+        ]
+    return shuffled(texts)
+
+
 def shuffled(texts: Iterable[str]) -> list[str]:
     """Without duplicates, in an order that hangs on nothing but the texts."""
     return sorted(set(texts), key=_hash)
@@ -131,6 +150,12 @@ def _definition(lines: list[str], node: ast.stmt) -> Definition:
         text="\n".join(lines[first - 1 : node.end_lineno]) + "\n",
         summary=summary if len(summary) >= _MIN_SUMMARY_CHARS else "",
     )
+
+
+def _chat(definition: Definition, chat_format: ChatFormat) -> str:
+    """As `Gemma.chat` puts it: the prompt, `<bos>` included, then the reply and its end."""
+    prompt = chat_format.render([{"role": "user", "content": definition.summary}])
+    return prompt + definition.text.rstrip() + "<turn|>\n"
 
 
 def _hash(text: str) -> float:

@@ -1,10 +1,11 @@
-"""The training loop: AdamW on random windows, with the learning rate led by the clock."""
+"""The training loop: AdamW on the batches of a task, with the learning rate led by the clock."""
 
-import functools
+import dataclasses
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,28 @@ import optax
 from flax import struct
 from jax import lax
 
-from carat_jax.config import GemmaConfig
-from carat_jax.model import Params, head, hidden_states
-from carat_jax.training.token_stream import TokenStream, Windows, draw_windows
+from carat_jax.model import Params
+from carat_jax.training.checkpoints import Checkpoints
 from pallas_kernels.prefill_attention.xla import KEY_BLOCK
+
+Figures = dict[str, Any]  # what is logged besides the loss: arrays by name
 
 _STEPS_PER_CALL = 10
 _WARM_UP = 0.02  # of the time
 _HELD_OUT_EVERY = 0.05  # of the time
-_HELD_OUT_WINDOWS = 64  # measured on the way; the final figure is over all of them
-_HELD_OUT_BATCH = 8
+_POINT_EVERY = 0.005  # of the time
+
+
+class Task(struct.PyTreeNode):
+    """Base class of what can be learned: a pytree that holds its data, and two pure functions."""
+
+    def loss(self, params: Params, key: jax.Array) -> tuple[jax.Array, Figures]:
+        """The mean loss over a batch drawn with `key`, to be differentiated; and figures."""
+        raise NotImplementedError
+
+    def measure(self, params: Params) -> tuple[jax.Array, Figures]:
+        """The loss on held-out data, by which the best parameters are chosen; and figures."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +76,26 @@ class TrainState(struct.PyTreeNode):
 
     params: Params
     moments: optax.OptState
-    key: jax.Array
     step: jax.Array
 
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the curve: the mean training loss since the point before (nats per token)."""
+    """A point of the curve: means over the batches since the point before.
+
+    Attributes:
+      step, seconds: so far.
+      loss: in training.
+      held_out_loss: None where it was not measured.
+      figures, held_out_figures: the task's own, as lists of numbers.
+    """
 
     step: int
     seconds: float
     loss: float
     held_out_loss: float | None = None
+    figures: Figures = dataclasses.field(default_factory=dict)
+    held_out_figures: Figures = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,50 +111,69 @@ class Trained:
 
 def train(
     params: Params,
-    config: GemmaConfig,
+    task: Task,
     options: TrainingOptions,
-    stream: TokenStream,
-    held_out: Windows,
     report: Callable[[float, Point], None],
+    *,
+    checkpoints: Checkpoints | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Trained:
-    """Trains float32 params for options.seconds; the passes run in config.dtype.
+    """Trains float32 params for options.seconds.
 
     Args:
       params: the start, see `initial_params`; donated.
-      config: of the model.
+      task: what to learn; measured every twentieth of the time.
       options: how.
-      stream: what to train on.
-      held_out: what to measure on, every twentieth of the time.
       report: called with (share of the time gone, newest point) some hundred times.
+      checkpoints: where to go on from, if there is something, and to save to; None = nowhere. The
+        seconds of a run that was broken off count.
+      clock: seconds. The learning rate and what is measured when follow from nothing else.
     """
     state = start(params, options)
-    began = time.perf_counter()
-    some = _spread(held_out, _HELD_OUT_WINDOWS)
-    call = functools.partial(train_steps, config=config, options=options, steps=_STEPS_PER_CALL)
-    step = jax.jit(call, donate_argnums=0).lower(state, stream, 0.0).compile()
-    measured = float(held_out_loss(state.params, config, some))
-    compile_seconds = time.perf_counter() - began
+    before = clock()
+    step = _jit_steps.lower(state, task, 0.0, options=options, steps=_STEPS_PER_CALL).compile()
+    measured, figures = jax.device_get(measure(task, state.params))
+    compile_seconds = clock() - before
 
-    best, lowest = _host_copy(state.params), measured
-    curve = [Point(0, 0.0, measured, measured)]
-    losses: list[float] = []
-    began = time.perf_counter()
-    gone = 0.0
-    while gone < 1.0:
-        state, loss = step(state, stream, gone)
-        losses.append(float(loss))
-        gone_before, gone = gone, min(1.0, (time.perf_counter() - began) / options.seconds)
-        measured = None
+    best = _host_copy(state.params)
+    curve = [Point(0, 0.0, float(measured), float(measured), {}, _lists(figures))]
+    seconds = 0.0
+    if checkpoints is not None:
+        arrays, notes = {"state": _host_copy(state), "best": best}, None
+        if (found := checkpoints.restore(arrays)) is not None:
+            arrays, notes = found
+            state, best = jax.device_put(arrays["state"]), arrays["best"]
+            curve, seconds = [Point(**point) for point in notes["curve"]], notes["seconds"]
+    lowest = min(point.held_out_loss for point in curve if point.held_out_loss is not None)
+
+    saved, since = seconds, []
+    began = clock() - seconds
+    while seconds < options.seconds:
+        gone_before = seconds / options.seconds
+        state, means = step(state, task, gone_before)
+        since.append(jax.device_get(means))
+        seconds = clock() - began
+        gone = min(1.0, seconds / options.seconds)
+        held_out = {}
         if math.floor(gone / _HELD_OUT_EVERY) > math.floor(gone_before / _HELD_OUT_EVERY):
-            measured = float(held_out_loss(state.params, config, some))
+            measured, figures = jax.device_get(measure(task, state.params))
+            held_out = {"held_out_loss": float(measured), "held_out_figures": _lists(figures)}
             if measured < lowest:
-                best, lowest = _host_copy(state.params), measured
-        if measured is not None or gone - curve[-1].seconds / options.seconds > 0.005:
-            seconds = time.perf_counter() - began
-            curve.append(Point(int(state.step), seconds, float(np.mean(losses)), measured))
-            losses.clear()
-            report(gone, curve[-1])
-    seconds = time.perf_counter() - began
+                best, lowest = _host_copy(state.params), float(measured)
+        due = checkpoints is not None and seconds - saved >= checkpoints.every
+        if held_out or due or gone - curve[-1].seconds / options.seconds > _POINT_EVERY:
+            loss, figures = jax.tree.map(lambda *x: np.mean(np.float64(x), axis=0), *since)
+            point = Point(
+                int(state.step), seconds, float(loss), figures=_lists(figures), **held_out
+            )
+            curve.append(point)
+            since.clear()
+            report(gone, point)
+        if due:
+            arrays = {"state": _host_copy(state), "best": best}
+            notes = {"curve": [dataclasses.asdict(p) for p in curve], "seconds": seconds}
+            checkpoints.save(int(state.step), arrays, notes)
+            saved = seconds
     return Trained(best, curve, int(state.step), seconds, compile_seconds)
 
 
@@ -142,68 +182,44 @@ def start(params: Params, options: TrainingOptions) -> TrainState:
     return TrainState(
         params=params,
         moments=_optimizer(options).init(params),
-        key=jax.random.key(options.seed),
         step=jnp.zeros((), jnp.int32),
     )
 
 
 def train_steps(
     state: TrainState,
-    stream: TokenStream,
+    task: Task,
     gone: float | jax.Array,
     *,
-    config: GemmaConfig,
     options: TrainingOptions,
     steps: int,
-) -> tuple[TrainState, jax.Array]:
-    """`steps` steps at the learning rate of the share `gone` of the time; their mean loss."""
+) -> tuple[TrainState, tuple[jax.Array, Figures]]:
+    """`steps` steps at the learning rate of the share `gone` of the time.
+
+    Returns:
+      The state, and the means of the task's loss and figures.
+    """
     rate = options.learning_rate * _schedule(gone)
 
-    def body(state: TrainState, _: None) -> tuple[TrainState, jax.Array]:
-        key = jax.random.fold_in(state.key, state.step)
-        tokens = draw_windows(stream, key, options.batch, options.window)
-        loss, gradient = jax.value_and_grad(_mean_loss)(state.params, config, tokens)
+    def body(state: TrainState, _: None) -> tuple[TrainState, tuple[jax.Array, Figures]]:
+        key = jax.random.fold_in(jax.random.key(options.seed), state.step)
+        results, gradient = jax.value_and_grad(task.loss, has_aux=True)(state.params, key)
         update, moments = _optimizer(options).update(gradient, state.moments, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, update)
-        return state.replace(params=params, moments=moments, step=state.step + 1), loss
+        return state.replace(params=params, moments=moments, step=state.step + 1), results
 
-    state, losses = lax.scan(body, state, length=steps)
-    return state, losses.mean()
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def window_losses(params: Params, config: GemmaConfig, windows: Windows) -> jax.Array:
-    """Sum over each window's real tokens of -log p(token), in nats: float32 [n]."""
-    n = len(windows.counts)
-    batch = min(_HELD_OUT_BATCH, n)
-
-    def batches(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, -n % batch)] + [(0, 0)] * (x.ndim - 1))
-        return padded.reshape(-1, batch, *x.shape[1:])
-
-    def losses_of(batch: Windows) -> jax.Array:
-        losses = _losses(params, config, batch.tokens.astype(jnp.int32))
-        real = jnp.arange(losses.shape[1]) < batch.counts[:, None]
-        return jnp.where(real, losses, 0.0).sum(axis=1)
-
-    return lax.map(losses_of, jax.tree.map(batches, windows)).reshape(-1)[:n]
+    state, results = lax.scan(body, state, length=steps)
+    return state, jax.tree.map(lambda x: x.mean(axis=0), results)
 
 
-def held_out_loss(params: Params, config: GemmaConfig, windows: Windows) -> jax.Array:
-    """Mean nats per token over all windows."""
-    return window_losses(params, config, windows).sum() / windows.counts.sum()
+# Of the module, so that a second run of the same shapes in one process compiles nothing.
+_jit_steps = jax.jit(train_steps, static_argnames=("options", "steps"), donate_argnames="state")
 
 
-def _mean_loss(params: Params, config: GemmaConfig, tokens: jax.Array) -> jax.Array:
-    return _losses(params, config, tokens).mean()
-
-
-def _losses(params: Params, config: GemmaConfig, tokens: jax.Array) -> jax.Array:
-    """-log p of each token given those before it: [B, T + 1] -> float32 [B, T]."""
-    params = jax.tree.map(lambda p: p.astype(config.dtype), params)
-    hidden, _ = hidden_states(params, config, tokens[:, :-1], None)
-    logits = head(params, config, hidden)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+@jax.jit
+def measure(task: Task, params: Params) -> tuple[jax.Array, Figures]:
+    """`Task.measure` under jit."""
+    return task.measure(params)
 
 
 def _optimizer(options: TrainingOptions) -> optax.GradientTransformation:
@@ -225,12 +241,9 @@ def _schedule(gone: float | jax.Array) -> jax.Array:
     return warm_up * 0.5 * (1.0 + jnp.cos(jnp.pi * gone))
 
 
-def _spread(windows: Windows, count: int) -> Windows:
-    """At most `count` of the windows, evenly spread."""
-    n = len(windows.counts)
-    index = np.linspace(0, n - 1, min(n, count)).round().astype(int)
-    return jax.tree.map(lambda x: x[index], windows)
+def _host_copy(tree: Any) -> Any:
+    return jax.tree.map(np.array, tree)  # device_get may share the buffer, which is donated next
 
 
-def _host_copy(params: Params) -> Params:
-    return jax.tree.map(np.array, params)  # device_get may share the buffer, which is donated next
+def _lists(figures: Figures) -> Figures:
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), figures)

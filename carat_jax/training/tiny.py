@@ -10,36 +10,24 @@ architecture in small. DIR gets what `carat.load` reads (`config.json`, `generat
 
 import argparse
 import dataclasses
-import json
 import math
-import platform
-import subprocess
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from flax import traverse_util
-from tqdm import tqdm
 
 from carat_jax.chat import ChatFormat
 from carat_jax.config import GemmaConfig
-from carat_jax.model import Params, abstract_params, num_params
-from carat_jax.training.corpus import (
-    Corpus,
-    Definition,
-    definitions,
-    read_corpus,
-    shuffled,
-    standard_library,
-)
+from carat_jax.model import abstract_params, num_params
+from carat_jax.training import log as logs
+from carat_jax.training.corpus import Corpus, documents, read_corpus, standard_library
 from carat_jax.training.export import save_weights
-from carat_jax.training.loop import Point, Trained, TrainingOptions, train, window_losses
-from carat_jax.training.token_stream import Windows, held_out_windows, token_stream
+from carat_jax.training.initial import initial_params
+from carat_jax.training.loop import TrainingOptions, train
+from carat_jax.training.next_token import NextToken, window_losses
+from carat_jax.training.token_stream import Windows, held_out_windows, spread, token_stream
 from carat_jax.training.tokenizer_training import train_tokenizer
 
 # What 31B has, in small: 5 local layers to a global one, twice as many query heads as local KV
@@ -99,122 +87,37 @@ def run(
     print("tokenizer …", flush=True)
     tokenizer = train_tokenizer(corpus.training.values(), config.vocab_size)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    stream = token_stream(tokenizer, documents(corpus.training.values()), options.window)
+    texts = documents(corpus.training.values(), ChatFormat(empty_thought=True))
+    stream = token_stream(tokenizer, texts, options.window)
     held_out, paths = held_out_windows(tokenizer, corpus.held_out, options.window)
 
     # CPUs have no bfloat16 products worth using.
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     compute = dataclasses.replace(config, dtype=dtype)
+    task = NextToken(stream, spread(held_out), compute, options.batch, options.window)
+    params = initial_params(abstract_params(compute), config.num_hidden_layers, options.seed)
     print(f"compiling for {jax.devices()[0].device_kind} …", flush=True)
-    with tqdm(
-        total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
-    ) as bar:
-
-        def report(gone: float, point: Point) -> None:
-            bar.set_postfix(step=point.step, loss=f"{point.loss:.3f}", refresh=False)
-            bar.update(math.floor(100 * gone) - bar.n)
-
-        params = initial_params(compute, options.seed)
-        trained = train(params, compute, options, stream, held_out, report)
+    with logs.progress_bar() as report:
+        trained = train(params, task, options, report)
 
     save_weights(out / "model.safetensors", trained.params, config)
-    _write_json(out / "config.json", config.to_dict())
-    _write_json(out / "generation_config.json", GENERATION_CONFIG)
+    logs.write_json(out / "config.json", config.to_dict())
+    logs.write_json(out / "generation_config.json", GENERATION_CONFIG)
     losses = np.asarray(window_losses(trained.params, config, held_out))
     log = {
         "corpus": corpus.describe() | {"training_tokens": int(stream.tokens.size)},
         "model": {"parameters": num_params(config), "vocab_size": config.vocab_size},
         "options": dataclasses.asdict(options),
-        **_environment(),
-        **_timing(trained, options, time.perf_counter() - began),
+        **logs.environment(),
+        **logs.timing(trained, options, time.perf_counter() - began),
         "held_out": _held_out(losses, held_out, paths, corpus),
-        "curve": [_rounded(point) for point in trained.curve],
+        "curve": logs.curve(trained),
     }
-    _write_json(out / "training_log.json", log)
+    logs.write_json(out / "training_log.json", log)
     _plot(out / "training_curve.png", log)
     print(f"held-out loss {log['held_out']['loss']:.3f} nats per token, "
           f"{log['held_out']['bits_per_byte']:.3f} bits per byte")  # fmt: skip
     return log
-
-
-def documents(sources: Iterable[str]) -> list[str]:
-    """What the model learns from, shuffled: whole files, definitions alone, and chats.
-
-    A chat asks for what the docstring of a definition says and is answered by the definition.
-    """
-    texts: list[str] = []
-    for source in sources:
-        found = definitions(source)
-        texts.append(f"<bos>{source}<eos>")
-        texts += [f"<bos>{definition.text}<eos>" for definition in found]
-        texts += [f"{_chat(definition)}<eos>" for definition in found if definition.summary]
-    return shuffled(texts)
-
-
-def initial_params(config: GemmaConfig, seed: int) -> Params:
-    """Random float32 weights from which a dense model's training starts; the same on every device.
-
-    Matrices are normal with variance one over the widths they sum over. Norms and scalars are one,
-    but for two: those of the queries give attention scores a variance of one (their scale is 1.0),
-    and those after each branch keep the residual stream from growing with depth.
-    """
-    rng = np.random.default_rng(seed)
-
-    def leaf(path: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
-        match path[-1]:
-            case "q_norm":
-                value = np.full(shape, shape[0] ** -0.5)
-            case "post_attention_layernorm" | "post_feedforward_layernorm":
-                value = np.full(shape, (2 * config.num_hidden_layers) ** -0.5)
-            case "embed_tokens":
-                value = rng.standard_normal(shape) * shape[-1] ** -0.5
-            case "o":  # [K, G, H, D]
-                value = rng.standard_normal(shape) * math.prod(shape[:-1]) ** -0.5
-            case _ if len(shape) > 1:
-                value = rng.standard_normal(shape) * shape[0] ** -0.5
-            case _:
-                value = np.ones(shape)
-        return jnp.asarray(value, jnp.float32)
-
-    flat = traverse_util.flatten_dict(abstract_params(config))
-    return traverse_util.unflatten_dict({p: leaf(p, a.shape) for p, a in sorted(flat.items())})
-
-
-def _chat(definition: Definition) -> str:
-    """As `Gemma.chat` puts it: the prompt, `<bos>` included, then the reply and its end."""
-    prompt = ChatFormat(empty_thought=True).render(
-        [{"role": "user", "content": definition.summary}]
-    )
-    return prompt + definition.text.rstrip() + "<turn|>\n"
-
-
-def _environment() -> dict[str, Any]:
-    """Where it ran; nothing that tells of a person or a folder."""
-    try:
-        git = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-        )
-        commit = git.stdout.strip() or None
-    except OSError:
-        commit = None
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "tokenizers": tokenizers.__version__,
-        "python": platform.python_version(),
-        "commit": commit,
-    }
-
-
-def _timing(trained: Trained, options: TrainingOptions, wall_seconds: float) -> dict[str, Any]:
-    tokens = trained.steps * options.batch * options.window
-    return {
-        "steps": trained.steps,
-        "tokens": tokens,
-        "tokens_per_second": round(tokens / trained.seconds),
-        "compile_seconds": round(trained.compile_seconds, 1),
-        "wall_seconds": round(wall_seconds, 1),
-    }
 
 
 def _held_out(
@@ -236,11 +139,6 @@ def _held_out(
     }
 
 
-def _rounded(point: Point) -> dict[str, float | int]:
-    fields = {k: v for k, v in dataclasses.asdict(point).items() if v is not None}
-    return {k: v if isinstance(v, int) else round(v, 4) for k, v in fields.items()}
-
-
 def _plot(file: Path, log: dict[str, Any]) -> None:
     from matplotlib.figure import Figure  # slow to import, and needed once
 
@@ -257,10 +155,6 @@ def _plot(file: Path, log: dict[str, Any]) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=120)
-
-
-def _write_json(file: Path, value: Any) -> None:
-    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
