@@ -220,8 +220,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter",
         metavar="DRAFTER",
-        help='guess ahead, for speed: "ngram", "tiny" (of the bundled model), or folder or hub id of '
-        "an assistant drafter or of a smaller model with the same vocabulary",
+        help='guess ahead, for speed: "ngram", "tiny" (for the bundled model), or folder or hub id '
+        "of an assistant drafter or of a smaller model with the same vocabulary",
     )
     group.add_argument(
         "--num-proposals",
