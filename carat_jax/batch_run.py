@@ -225,20 +225,12 @@ class BatchRun:
         row = self.rows[index]
         later = max(len(r.tokens) for r in self.rows) - 1
         decode_s = self.last_token_at - self.first_token_at
-        return Generation(
-            text="".join(row.text),
-            tokens=row.tokens,
-            finish_reason=row.finish_reason or "length",
-            prompt_tokens=len(self.prompts[index]),
-            logprobs=row.logprobs,
-            top_logprobs=row.top_logprobs,
-            stats=Stats(
-                ttft_s=self.first_token_at - self.started,
-                tpot_s=decode_s / later if later > 0 else None,
-                **(self.tally.stats(index) if self.speculation else {}),
-            ),
-            non_finite_step=len(row.tokens) if row.finish_reason == "non_finite" else None,
+        stats = Stats(
+            ttft_s=self.first_token_at - self.started,
+            tpot_s=decode_s / later if later > 0 else None,
+            **(self.tally.stats(index) if self.speculation else {}),
         )
+        return row.generation(len(self.prompts[index]), stats)
 
 
 class Row:
@@ -252,6 +244,7 @@ class Row:
         self.text: list[str] = []
         self.finish_reason: str | None = None
         self._taken = 0
+        self._top = k
         self._stop_ids = frozenset(options.stop_token_ids)
         self._tokenizer = tokenizer
         self._decoder: StreamDecoder | None = tokenizer.stream_decoder() if tokenizer else None
@@ -264,8 +257,8 @@ class Row:
         if self.logprobs is not None:
             self.logprobs.append(float(out.logprobs[b, i]))
         if self.top_logprobs is not None:
-            pairs = zip(out.top_ids[b, i].tolist(), out.top_logprobs[b, i].tolist(), strict=True)
-            self.top_logprobs.append(dict(pairs))
+            ids, values = (x[b, i, : self._top].tolist() for x in (out.top_ids, out.top_logprobs))
+            self.top_logprobs.append(dict(zip(ids, values, strict=True)))
         if self._tokenizer is None or token in self._stop_ids or not self._tokenizer.has_id(token):
             return
         text, stopped = self._stops.push(self._decoder.push(token))
@@ -280,6 +273,19 @@ class Row:
             self.text += [text, "" if stopped else self._stops.flush()]
             reason = "stop" if stopped else reason
         self.finish_reason = reason
+
+    def generation(self, prompt_tokens: int, stats: Stats) -> Generation:
+        """The whole, as far as it has come."""
+        return Generation(
+            text="".join(self.text),
+            tokens=self.tokens,
+            finish_reason=self.finish_reason or "length",
+            prompt_tokens=prompt_tokens,
+            logprobs=self.logprobs,
+            top_logprobs=self.top_logprobs,
+            stats=stats,
+            non_finite_step=len(self.tokens) if self.finish_reason == "non_finite" else None,
+        )
 
     def take_text(self) -> str:
         """Text that came since the last call."""

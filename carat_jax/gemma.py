@@ -258,15 +258,7 @@ class Gemma:
             profile=profile,
             **self.chat_options(options),
         )
-        tokenizer, asked = self._need_tokenizer("chat"), self.options.replace(**options)
-        hidden = asked.stop_token_ids
-        shown = [t for t in reply.tokens if tokenizer.has_id(t) and t not in hidden]
-        thought, answer = split_thinking(tokenizer, shown)
-        if thought is None:
-            return reply
-        return dataclasses.replace(
-            reply, thinking=_until_stop(thought, asked.stop), text=_until_stop(answer, asked.stop)
-        )
+        return self.chat_reply(reply, self.options.replace(**options))
 
     def chat_prompt(
         self,
@@ -286,6 +278,16 @@ class Gemma:
         if end is None or end in stops:
             return dict(options)
         return {"stop_token_ids": (*stops, end)} | dict(options)
+
+    def chat_reply(self, reply: Generation, options: GenerateOptions) -> Generation:
+        """What `chat` makes of a continuation of `chat_prompt`: thinking and answer apart."""
+        tokenizer, hidden = self._need_tokenizer("chat"), options.stop_token_ids
+        shown = [t for t in reply.tokens if tokenizer.has_id(t) and t not in hidden]
+        thought, answer = split_thinking(tokenizer, shown)
+        if thought is None:
+            return reply
+        thought, answer = (_until_stop(text, options.stop) for text in (thought, answer))
+        return dataclasses.replace(reply, thinking=thought, text=answer)
 
     def logits(self, prompt: Prompt) -> jax.Array:
         """Teacher-forced logits, float32 [T, V] after the soft cap: row t predicts token t + 1.
@@ -318,13 +320,20 @@ class Gemma:
                 elif row.finish_reason is not None:
                     yield Piece(text, tokens, run.generation(0))
 
-    def _prepare(
-        self,
-        prompts: list[Prompt],
-        given: Mapping[str, Any],
-        speculation: Speculation | None,
-    ) -> BatchRun:
-        """Checks everything that can be checked; nothing is compiled or allocated before."""
+    def checked(
+        self, prompts: Sequence[Prompt], given: Mapping[str, Any], max_context: int | None = None
+    ) -> tuple[list[list[int]], GenerateOptions]:
+        """Prompts as ids, and all options, after every check that needs no device.
+
+        Args:
+          prompts: strings or ids.
+          given: fields of `GenerateOptions`.
+          max_context: a limit below the model's own.
+
+        Raises:
+          ValueError: as `generate`.
+        """
+        limit = max_context or self.max_context
         options = self.options.replace(**given)
         options.check_vocabulary(self.config.vocab_size)
         if options.stop:
@@ -333,11 +342,21 @@ class Gemma:
             raise ValueError("no prompt: give a string, ids, or a list of at least one")
         rows = [self._ids(prompt) for prompt in prompts]
         longest = max(map(len, rows))
-        if longest + options.max_new_tokens > self.max_context:
+        if longest + options.max_new_tokens > limit:
             raise ValueError(
                 f"prompt {longest:,} + {options.max_new_tokens:,} new tokens exceeds max_context "
-                f"{self.max_context:,}: raise max_context or shorten"
+                f"{limit:,}: raise max_context or shorten"
             )
+        return rows, options
+
+    def _prepare(
+        self,
+        prompts: list[Prompt],
+        given: Mapping[str, Any],
+        speculation: Speculation | None,
+    ) -> BatchRun:
+        """Checks everything that can be checked; nothing is compiled or allocated before."""
+        rows, options = self.checked(prompts, given)
         keys = generate.row_keys(options.seed, len(rows))
         return BatchRun(
             self.params,

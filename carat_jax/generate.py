@@ -26,6 +26,8 @@ PREFILL_TOKENS = 4096  # at most this many tokens of all rows together in a chun
 MIN_CAPACITY = 4096  # global slots; at the floor 31B reads them in 45 µs of a 13 ms step
 DECODE_STEPS = 64  # columns that callers of `decode` give it: one compilation for all of them
 
+NO_TOKEN = np.iinfo(np.int32).max  # an id that no vocabulary has
+
 RUNNING, STOP, LENGTH, NON_FINITE = range(4)  # DecodeState.finish
 
 
@@ -35,7 +37,7 @@ class Controls(struct.PyTreeNode):
     Attributes:
       sampling: how each row chooses.
       limit: int32 [B], tokens a row may generate.
-      stop_ids, suppressed: int32 [n]; ids beyond the vocabulary are padding.
+      stop_ids, suppressed: int32 [B, n]; ids beyond the vocabulary are padding.
       num_logprobs: static; None = no log-probabilities, else how many alternatives.
     """
 
@@ -63,8 +65,8 @@ class Controls(struct.PyTreeNode):
                 greedy=options.temperature == 0,
             ),
             limit=row(options.max_new_tokens, jnp.int32),
-            stop_ids=_padded_ids(options.stop_token_ids),
-            suppressed=_padded_ids(options.suppress_tokens),
+            stop_ids=_padded_ids(options.stop_token_ids, B),
+            suppressed=_padded_ids(options.suppress_tokens, B),
             num_logprobs=options.num_logprobs,
         )
 
@@ -366,7 +368,7 @@ def _choose(
     """One token for each running row from hidden [B, D]; what it leaves behind, and the state."""
     logits = head(params, config, hidden)
     controls = state.controls
-    allowed = logits.at[:, controls.suppressed].set(-jnp.inf, mode="drop")
+    allowed = sampling.suppress(logits, controls.suppressed)
     token = sampling.choose(allowed, controls.sampling, state.kv.length)
     finite = jnp.isfinite(logits).all(-1)
     running = state.finish == RUNNING
@@ -398,11 +400,11 @@ def _streams(key: jax.Array, batch: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
 
 
-def _padded_ids(ids: tuple[int, ...]) -> jax.Array:
-    """int32, padded to a multiple of 8 with an id that no vocabulary has: few compilations."""
-    padded = np.full(round_up(max(len(ids), 1), 8), np.iinfo(np.int32).max, np.int32)
+def _padded_ids(ids: tuple[int, ...], batch: int) -> jax.Array:
+    """int32 [batch, n], n a multiple of 8, padded with NO_TOKEN: few compilations."""
+    padded = np.full(round_up(max(len(ids), 1), 8), NO_TOKEN, np.int32)
     padded[: len(ids)] = ids
-    return jnp.asarray(padded)
+    return jnp.tile(padded, (batch, 1))
 
 
 def _check_prompts(config: GemmaConfig, tokens: jax.Array, lengths: jax.Array) -> None:

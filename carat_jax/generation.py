@@ -11,8 +11,9 @@ class Stats:
     """Times of one generation, in seconds, which a batch shares, and what speculation did.
 
     Attributes:
-      ttft_s: from the call to the first token.
+      ttft_s: from the call (of an engine's request: from its submission) to the first token.
       tpot_s: for each token after the first, on average; None where there is none.
+      queue_s: of an engine's request, until a slot was given; else None.
       drafted, accepted: tokens proposed to this row, and those that stood; None without a drafter.
       per_position: for each place in a round, the share of the rounds with such a proposal in
         which it stood.
@@ -28,6 +29,7 @@ class Stats:
 
     ttft_s: float
     tpot_s: float | None
+    queue_s: float | None = None
     drafted: int | None = None
     accepted: int | None = None
     per_position: list[float] | None = None

@@ -29,6 +29,11 @@ class Sampling(struct.PyTreeNode):
     greedy: bool = struct.field(pytree_node=False)
 
 
+def suppress(logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Logits [B, ..., V], with -inf at each row's ids int32 [B, n]; ids beyond V are skipped."""
+    return jax.vmap(lambda row, never: row.at[..., never].set(-jnp.inf, mode="drop"))(logits, ids)
+
+
 def filter_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Logits of the distribution that is sampled: tempered, and -inf where a token is cut.
 

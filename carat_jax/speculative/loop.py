@@ -233,7 +233,7 @@ def _round(
     new = jnp.where(running, K + 1, 0)
     hidden, kv = hidden_states(params, config, fed, decode.kv, new=new)
     logits = head(params, config, hidden)  # [B, K + 1, V]
-    allowed = logits.at[..., controls.suppressed].set(-jnp.inf, mode="drop")
+    allowed = sampling.suppress(logits, controls.suppressed)
     if K:
         verdict = rule.accept(allowed, proposal, controls.sampling, length + 1)
     else:
@@ -300,7 +300,7 @@ def _cut(
     controls = decode.controls
     index = jnp.arange(tokens.shape[1])
     chosen = index < count[:, None]
-    stop = (tokens[..., None] == controls.stop_ids).any(-1) & chosen
+    stop = (tokens[..., None] == controls.stop_ids[:, None]).any(-1) & chosen
     full = (decode.generated[:, None] + index + 1 >= controls.limit[:, None]) & chosen
     bad = ~finite & chosen
     why = jnp.where(full, LENGTH, RUNNING)

@@ -1,0 +1,264 @@
+"""Which sequence the device works for next: first come, first served, no one stands still for long.
+
+A unit of work is at most one chunk of one prompt, then a few tokens for everyone who is past
+the prompt. So a long prompt holds the others up for a chunk at a time, and they go on meanwhile.
+No threads here: `Engine` calls `step` from one.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from carat_jax import generate
+from carat_jax.batch_run import FINISH_REASONS
+from carat_jax.config import GemmaConfig
+from carat_jax.engine.prefix import Past, Pasts
+from carat_jax.engine.request import Cancelled, Request
+from carat_jax.engine.rows import Rows, decode_part, free
+from carat_jax.generation import Generation, SpeculationTally, Stats
+from carat_jax.kv_state import KVState, abstract_state, init_state
+from carat_jax.model import Params
+from carat_jax.speculative import (
+    Counts,
+    Speculation,
+    check_speculation,
+    read_prompt,
+    start,
+)
+
+STEPS = 8  # tokens of a call while nothing else waits for the device
+STEPS_BESIDE_PREFILL = 4
+
+
+@dataclasses.dataclass
+class Reading:
+    """A prompt being read.
+
+    Attributes:
+      request: whose; None for a snapshot.
+      ids: the prompt.
+      count: tokens of it that `kv` holds.
+      kv, hidden: state of the sequence, and what `prefill_chunk` returned last.
+      drafting: the drafter's state, which has read as much.
+    """
+
+    request: Request | None
+    ids: list[int]
+    count: int
+    kv: KVState
+    hidden: Any
+    drafting: Any
+
+
+class Scheduler:
+    """Requests in, work for the device out.
+
+    Attributes:
+      waiting: requests without a slot; the caller appends.
+      reading: the prompt being read, if any.
+      rows: the sequences that generate.
+      pasts: states of ended ones.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: GemmaConfig,
+        *,
+        slots: int,
+        max_context: int,
+        speculation: Speculation | None,
+        prefill_chunk: int,
+    ) -> None:
+        """Raises ValueError for a speculation that does not fit; nothing is allocated."""
+        K = 0
+        if speculation is not None:
+            check_speculation(speculation, abstract_state(config, 1, max_context), config)
+            if speculation.num_proposals == "auto":
+                raise ValueError("num_proposals = 'auto' is for one generation: give a number")
+            K = speculation.num_proposals
+        self.params = params
+        self.config = config
+        self.slots = slots
+        self.max_context = max_context
+        self.speculation = speculation
+        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+        self.waiting: deque[Request] = deque()
+        self.reading: Reading | None = None
+        self.rows = Rows(params, config, slots, speculation)
+        self.pasts = Pasts(config, written_ahead=K + 1)
+        self._tallies: dict[int, SpeculationTally] = {}
+        self._device_ids: dict[int, list[int]] = {}  # generated, those after a stop string too
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.reading or self.rows.live)
+
+    def step(self) -> None:
+        """One unit of work; see the module's docstring."""
+        self._drop_cancelled()
+        if self.reading is None and self.waiting and len(self.rows.live) < self.slots:
+            request = self.waiting.popleft()
+            request.times.admitted = time.perf_counter()
+            self.reading = self._open(request, request.prompt)
+        if self.reading is not None:
+            self._read_on(self.reading)
+        if self.rows.live:
+            self._decode(STEPS if self.reading is None else STEPS_BESIDE_PREFILL)
+        if self.reading is None and not self.waiting:
+            self.rows.shrink()
+
+    def snapshot(self, ids: list[int]) -> Past:
+        """Reads tokens now, and keeps the state for every prompt that begins with them.
+
+        Until it is given to `pasts.drop`. It takes the memory of a slot, beside the slots.
+        """
+        reading = self._open(None, [*ids, 0])  # the last token of a prompt is always left
+        while reading.count < len(ids):
+            self._chunk(reading, len(ids))
+        past = Past(np.asarray(ids), reading.kv, pinned=True)
+        free(reading.drafting)
+        self.pasts.keep(past)
+        return past
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends every request with this error, and frees everything."""
+        requests = [*self.waiting, *self.rows.live]
+        if self.reading is not None:
+            requests.append(self.reading.request)
+            free((self.reading.kv, self.reading.drafting))
+        self.waiting.clear()
+        self.reading = None
+        self.rows.clear()
+        self.pasts.clear()
+        for request in requests:
+            request.fail(error)
+
+    def _open(self, request: Request | None, ids: list[int]) -> Reading:
+        """A state for a prompt: one that has read its beginning if there is one, else an empty."""
+        found = self.pasts.take(ids)
+        while len(self.pasts) + len(self.rows.live) + 1 > self.slots and len(self.pasts):
+            self.pasts.drop_oldest()
+        count, kv = found or (0, init_state(self.config, 1, self.max_context))
+        hidden = jnp.zeros((1, self.config.hidden_size), jnp.dtype(self.config.dtype))
+        drafting = None
+        if self.speculation is not None:
+            drafter = self.speculation.drafter
+            drafting = drafter.init(self.config, 1, self.max_context)
+            # Drafters cannot go back, and are small: they read from the beginning.
+            for tokens, new in generate.prefill_pieces([ids[:count]], self.chunks) if count else ():
+                drafting = read_prompt(drafter, drafting, tokens, new)
+        return Reading(request, ids, count, kv, hidden, drafting)
+
+    def _chunk(self, reading: Reading, end: int) -> None:
+        """Reads one chunk, up to token `end` of the prompt at most."""
+        rest = reading.ids[reading.count : end]
+        size = generate.chunk_size(len(rest), 1, self.chunks)
+        tokens, new = next(generate.prefill_pieces([rest[:size]], (size,)))
+        reading.hidden, reading.kv = generate.prefill_chunk(
+            self.params, self.config, tokens, reading.kv, new, reading.hidden
+        )
+        if self.speculation is not None:
+            reading.drafting = read_prompt(self.speculation.drafter, reading.drafting, tokens, new)
+        reading.count += int(new[0])
+
+    def _read_on(self, reading: Reading) -> None:
+        """One chunk; after the last, the first token, and the sequence joins the others."""
+        self._chunk(reading, len(reading.ids))
+        if reading.count < len(reading.ids):
+            return
+        self.reading = None
+        request, spec = reading.request, self.speculation
+        keys = generate.row_keys(request.options.seed, 1)
+        controls = generate.Controls.of(request.options, keys)
+        first, state = generate.begin(
+            self.params, self.config, reading.hidden, reading.kv, controls
+        )
+        self._device_ids[request.number] = []
+        if spec is not None:
+            self._tallies[request.number] = SpeculationTally(1)
+            state = start(spec.drafter, reading.drafting, reading.hidden, state)
+        self.rows.insert(request, state)
+        self._deliver(request, first, 0)
+
+    def _decode(self, steps: int) -> None:
+        occupants = list(self.rows.occupants)
+        tokens, counts = self.rows.step(steps, stopped=[])
+        for row, request in enumerate(occupants):
+            if request is not None:
+                if counts is not None:
+                    self._tallies[request.number].add(_only(counts, row), None, None)
+                self._deliver(request, tokens, row)
+
+    def _deliver(self, request: Request, tokens: generate.Tokens, row: int) -> None:
+        """Hands out one row's new tokens, and ends the request if they end it."""
+        count, reason = int(tokens.num_tokens[row]), int(tokens.finish[row])
+        before = len(request.row.tokens)
+        for i in range(count):
+            if request.row.finish_reason is not None:  # a stop string
+                break
+            request.row.add(tokens, row, i)
+        self._device_ids[request.number] += np.asarray(tokens.tokens)[row, :count].tolist()
+        if request.row.finish_reason is None and reason != generate.RUNNING:
+            request.row.end(FINISH_REASONS[reason])
+        new = request.row.tokens[before:]
+        if new:
+            request.times.pieces.append((time.perf_counter(), len(new)))
+        text = request.row.take_text()
+        if request.row.finish_reason is None:
+            if new or text:
+                request.push(text, new)
+            return
+        generation = self._generation(request)
+        self._release(request, keep=request.row.finish_reason != "non_finite")
+        request.finish(text, new, generation)
+
+    def _release(self, request: Request, *, keep: bool) -> None:
+        """Frees a request's row; its past may serve the next turn of a conversation."""
+        state = self.rows.remove(request, keep=keep)
+        generated = self._device_ids.pop(request.number)
+        self._tallies.pop(request.number, None)
+        if state is not None:
+            kv = decode_part(state).kv
+            # The token chosen last has not been read.
+            self.pasts.keep(Past(np.asarray(request.prompt + generated[:-1]), kv))
+
+    def _drop_cancelled(self) -> None:
+        for request in [r for r in self.waiting if r.cancelling]:
+            self.waiting.remove(request)
+            request.fail(Cancelled(None))
+        if self.reading is not None and self.reading.request.cancelling:
+            free((self.reading.kv, self.reading.drafting))
+            self.reading.request.fail(Cancelled(None))
+            self.reading = None
+        for request in [r for r in self.rows.live if r.cancelling]:
+            generation = self._generation(request)
+            self._release(request, keep=True)
+            request.fail(Cancelled(generation))
+
+    def _generation(self, request: Request) -> Generation:
+        tally, times = self._tallies.get(request.number), request.times
+        later = sum(n for _, n in times.pieces) - 1
+        decode_s = times.pieces[-1][0] - times.pieces[0][0] if times.pieces else 0.0
+        first = times.first_token or time.perf_counter()
+        return request.row.generation(
+            len(request.prompt),
+            Stats(
+                ttft_s=first - times.submitted,
+                tpot_s=decode_s / later if later > 0 else None,
+                queue_s=times.admitted - times.submitted,
+                **(tally.stats(0) if tally else {}),
+            ),
+        )
+
+
+def _only(counts: Counts, row: int) -> Counts:
+    return Counts(**{
+        name: getattr(counts, name)[row : row + 1]
+        for name in ("rounds", "drafted", "accepted", "per_position")
+    })  # fmt: skip
