@@ -31,7 +31,7 @@ class Engine:
     bfloat16 rounding may decide between two nearly equal tokens.
 
     Memory, beside the weights: as many states of `max_context` tokens as there are slots (those
-    of ended sequences are kept until a slot is needed, for prompts that go on from there), one more
+    of ended sequences are kept where a slot is free, for prompts that go on from there), one more
     for a prompt being read, and one for each snapshot.
     """
 

@@ -17,6 +17,7 @@ from jax import lax
 from carat_jax import generate
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import NO_TOKEN, Controls, DecodeState, Tokens
+from carat_jax.kv_state import KVState
 from carat_jax.model import Params
 from carat_jax.speculative import Counts, Speculation, SpeculativeState, speculate
 
@@ -47,6 +48,12 @@ class Rows:
         """The occupants."""
         return [occupant for occupant in self.occupants if occupant is not None]
 
+    @property
+    def needed(self) -> int:
+        """How many rows there will be when one more sequence has come."""
+        count = len(self.occupants)
+        return count if None in self.occupants else min(max(2 * count, 1), self._most)
+
     def insert(self, occupant: Any, state: State) -> None:
         """Puts a sequence into a free row.
 
@@ -60,17 +67,17 @@ class Rows:
             self._state, self.occupants, self._wants = state, [occupant], [wants]
             return
         if None not in self.occupants:
-            self._resize(min(2 * len(self.occupants), self._most))
+            self._resize(self.needed)
         row = self.occupants.index(None)
         state, self._state = _places_like(state, self._state), _places_like(self._state, state)
         self._state = _insert(self._state, state, jnp.int32(row))
         self.occupants[row], self._wants[row] = occupant, wants
 
-    def remove(self, occupant: Any, *, keep: bool) -> State | None:
-        """Frees the row of an occupant; returns its sequence's state if that is to be kept."""
+    def remove(self, occupant: Any, *, keep: bool) -> KVState | None:
+        """Frees the row of an occupant; returns what the model has read if that is to be kept."""
         row = self.occupants.index(occupant)
         self.occupants[row] = self._wants[row] = None
-        kept = _take(self._state, jnp.asarray([row])) if keep else None
+        kept = _take(decode_part(self._state).kv, jnp.asarray([row])) if keep else None
         if not self.live:
             self.clear()
         return kept
@@ -89,18 +96,17 @@ class Rows:
         free(self._state)
         self._state, self.occupants, self._wants = None, [], []
 
-    def step(self, steps: int, stopped: list[Any]) -> tuple[Tokens, Counts | None]:
+    def step(self, steps: int) -> tuple[Tokens, Counts | None]:
         """Up to `steps` more tokens for every row, or as many rounds as bring that at best.
 
         Args:
           steps: at most `generate.DECODE_STEPS`.
-          stopped: occupants whose rows end now.
 
         Returns:
           NumPy arrays; rows as in `occupants`. Counts with a drafter only.
         """
         spec, size = self._speculation, generate.DECODE_STEPS
-        ends = jnp.asarray([who is None or who in stopped for who in self.occupants])
+        ends = jnp.asarray([occupant is None for occupant in self.occupants])
         state = Wants.all(self._wants).on(self._state)
         if spec is None:
             tokens, state = generate.decode(

@@ -18,7 +18,7 @@ from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.prefix import Past, Pasts
 from carat_jax.engine.request import Cancelled, Request
-from carat_jax.engine.rows import Rows, decode_part, free
+from carat_jax.engine.rows import Rows, free
 from carat_jax.generation import Generation, SpeculationTally, Stats
 from carat_jax.kv_state import KVState, abstract_state, init_state
 from carat_jax.model import Params
@@ -91,6 +91,7 @@ class Scheduler:
         self.reading: Reading | None = None
         self.rows = Rows(params, config, slots, speculation)
         self.pasts = Pasts(config, written_ahead=K + 1)
+        self._admitted: dict[int, Request] = {}
         self._tallies: dict[int, SpeculationTally] = {}
         self._device_ids: dict[int, list[int]] = {}  # generated, those after a stop string too
 
@@ -104,14 +105,13 @@ class Scheduler:
         self._drop_cancelled()
         if self.reading is None and self.waiting and len(self.rows.live) < self.slots:
             request = self.waiting.popleft()
+            self._admitted[request.number] = request
             request.times.admitted = time.perf_counter()
             self.reading = self._open(request, request.prompt)
         if self.reading is not None:
             self._read_on(self.reading)
         if self.rows.live:
             self._decode(STEPS if self.reading is None else STEPS_BESIDE_PREFILL)
-        if self.reading is None and not self.waiting:
-            self.rows.shrink()
 
     def snapshot(self, ids: list[int]) -> Past:
         """Reads tokens now, and keeps the state for every prompt that begins with them.
@@ -128,12 +128,10 @@ class Scheduler:
 
     def abandon(self, error: BaseException) -> None:
         """Ends every request with this error, and frees everything."""
-        requests = [*self.waiting, *self.rows.live]
-        if self.reading is not None:
-            requests.append(self.reading.request)
-            free((self.reading.kv, self.reading.drafting))
+        requests = [*self._admitted.values(), *self.waiting]
         self.waiting.clear()
-        self.reading = None
+        self._admitted.clear()
+        self._stop_reading()
         self.rows.clear()
         self.pasts.clear()
         for request in requests:
@@ -142,8 +140,7 @@ class Scheduler:
     def _open(self, request: Request | None, ids: list[int]) -> Reading:
         """A state for a prompt: one that has read its beginning if there is one, else an empty."""
         found = self.pasts.take(ids)
-        while len(self.pasts) + len(self.rows.live) + 1 > self.slots and len(self.pasts):
-            self.pasts.drop_oldest()
+        self._make_room(self.rows.needed)
         count, kv = found or (0, init_state(self.config, 1, self.max_context))
         hidden = jnp.zeros((1, self.config.hidden_size), jnp.dtype(self.config.dtype))
         drafting = None
@@ -183,12 +180,13 @@ class Scheduler:
         if spec is not None:
             self._tallies[request.number] = SpeculationTally(1)
             state = start(spec.drafter, reading.drafting, reading.hidden, state)
+        self._make_room(self.rows.needed)
         self.rows.insert(request, state)
         self._deliver(request, first, 0)
 
     def _decode(self, steps: int) -> None:
         occupants = list(self.rows.occupants)
-        tokens, counts = self.rows.step(steps, stopped=[])
+        tokens, counts = self.rows.step(steps)
         for row, request in enumerate(occupants):
             if request is not None:
                 if counts is not None:
@@ -220,22 +218,36 @@ class Scheduler:
 
     def _release(self, request: Request, *, keep: bool) -> None:
         """Frees a request's row; its past may serve the next turn of a conversation."""
-        state = self.rows.remove(request, keep=keep)
+        kv = self.rows.remove(request, keep=keep)
         generated = self._device_ids.pop(request.number)
         self._tallies.pop(request.number, None)
-        if state is not None:
-            kv = decode_part(state).kv
+        del self._admitted[request.number]
+        if kv is not None:
             # The token chosen last has not been read.
             self.pasts.keep(Past(np.asarray(request.prompt + generated[:-1]), kv))
+        if self.reading is None and not self.waiting:
+            self.rows.shrink()
+        self._make_room(len(self.rows.occupants))
+
+    def _make_room(self, rows: int) -> None:
+        """Keeps no more pasts than there are slots beside this many rows."""
+        while len(self.pasts) and rows + len(self.pasts) > self.slots:
+            self.pasts.drop_oldest()
+
+    def _stop_reading(self) -> None:
+        if self.reading is not None:
+            free((self.reading.kv, self.reading.drafting))
+        self.reading = None
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in self.waiting if r.cancelling]:
             self.waiting.remove(request)
             request.fail(Cancelled(None))
         if self.reading is not None and self.reading.request.cancelling:
-            free((self.reading.kv, self.reading.drafting))
-            self.reading.request.fail(Cancelled(None))
-            self.reading = None
+            request = self.reading.request
+            self._stop_reading()
+            del self._admitted[request.number]
+            request.fail(Cancelled(None))
         for request in [r for r in self.rows.live if r.cancelling]:
             generation = self._generation(request)
             self._release(request, keep=True)
