@@ -87,6 +87,5 @@ def _launch(blocks: int, interpret: Any, y: jax.Array, *extra: jax.Array) -> jax
         out_type=jax.ShapeDtypeStruct((M, F), BF16),
         grid=(blocks,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(y, *extra)
