@@ -34,7 +34,7 @@ def small(name: str, layers: int, **changes: int) -> GemmaConfig:
         config,
         hidden_size=1024,
         intermediate_size=2048,
-        vocab_size=1024,
+        vocab_size=4096,
         num_hidden_layers=layers,
         layer_types=config.layer_types[:layers],
         **changes,
@@ -46,7 +46,7 @@ def small(name: str, layers: int, **changes: int) -> GemmaConfig:
 CONFIGS = {
     "31b": small("31b", 6),
     "26b-a4b": small("26b-a4b", 6, num_experts=8, top_k_experts=8, moe_intermediate_size=256),
-    "e4b": small("e4b", 12, num_kv_shared_layers=6, vocab_size_per_layer_input=1024),
+    "e4b": small("e4b", 12, num_kv_shared_layers=6, vocab_size_per_layer_input=4096),
 }
 each_config = pytest.mark.parametrize("name", CONFIGS)
 
@@ -125,6 +125,20 @@ def exact_logits(name: str) -> np.ndarray:
         lambda wide, tokens: forward(wide, config, tokens, None, implementation="xla")[0]
     )
     return followed(config, np.asarray(one_pass(wide, tokens_of(config))))
+
+
+def test_verifying_gives_the_bits_of_decoding():
+    """What makes speculation choose the tokens of plain decoding in bfloat16 too. Of 31B: every
+    product of it is large enough for `skinny_matmul`."""
+    config = CONFIGS["31b"]
+    tokens = tokens_of(config)
+
+    def logits(sizes: list[int]) -> np.ndarray:
+        state = prefilled("31b", prompt_lengths(config), tokens, None)
+        return decoded("31b", state, followed(config, tokens), sizes, None)
+
+    one_by_one = logits([1] * (ONE_BY_ONE + TOGETHER))
+    np.testing.assert_array_equal(logits([ONE_BY_ONE + TOGETHER]), one_by_one)
 
 
 @each_config
