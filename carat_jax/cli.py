@@ -81,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         "  carat chat --model google/gemma-4-E2B-it  talk to a model from the hub\n"
         "  carat info 31b                            sizes, memory and bandwidth floor\n"
         "  carat convert FOLDER CONVERTED            a checkpoint in the engine's layout\n"
-        "  carat bench decode --config 31b           time of a decode step on this device\n",
+        "  carat bench decode --config 31b           time of a decode step on this device\n"
+        "  carat bench serving --rate 2              throughput and latency of many requests\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
@@ -156,8 +157,8 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure this device against its floor",
-        description="Measures this device with random weights of the published shapes. The floor "
-        "is the time that the device takes to read what must be read.",
+        description="Measures this device, with random weights of the published shapes (serving: "
+        "or with a model). The floor is the time that the device takes to read what must be read.",
     )
     names = parser.add_subparsers(dest="bench", metavar="NAME", title="benchmarks", required=True)
     for name, module in BENCHMARKS.items():

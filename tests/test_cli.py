@@ -78,7 +78,7 @@ def test_the_commands():
     assert set(ALL) == {
         "carat", "carat generate", "carat chat", "carat info", "carat convert", "carat bench",
         "carat bench decode", "carat bench prefill", "carat bench attention",
-        "carat bench ablation", "carat bench speculative",
+        "carat bench ablation", "carat bench speculative", "carat bench serving",
     }  # fmt: skip
 
 
@@ -164,8 +164,8 @@ def test_generate_as_json(capsys, folder):
     expected = carat.load(folder).generate("a")
     assert set(printed) == {field.name for field in dataclasses.fields(carat.Generation)}
     assert set(printed.pop("stats")) == {
-        "ttft_s", "tpot_s", "drafted", "accepted", "per_position", "acceptance_length", "rounds",
-        "draft_s", "verify_s",
+        "ttft_s", "tpot_s", "queue_s", "drafted", "accepted", "per_position",
+        "acceptance_length", "rounds", "draft_s", "verify_s",
     }  # fmt: skip
     assert printed == {k: v for k, v in dataclasses.asdict(expected).items() if k != "stats"}
     assert (printed["text"], printed["finish_reason"]) == (" bcd", "stop")

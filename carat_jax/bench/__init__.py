@@ -6,12 +6,13 @@ and `table(result) -> str`.
 
 from types import ModuleType
 
-from carat_jax.bench import ablation, attention, decode, prefill, speculative
+from carat_jax.bench import ablation, attention, decode, prefill, serving, speculative
 
 BENCHMARKS: dict[str, ModuleType] = {
     "attention": attention,
     "decode": decode,
     "prefill": prefill,
     "speculative": speculative,
+    "serving": serving,
     "ablation": ablation,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
+from carat_jax import generate
 from carat_jax.batch_run import Row
 from carat_jax.engine.prefix import Past
 from carat_jax.engine.request import Cancelled, Request
@@ -33,6 +34,10 @@ class Engine:
     Memory, beside the weights: as many states of `max_context` tokens as there are slots (those
     of ended sequences are kept where a slot is free, for prompts that go on from there), one more
     for a prompt being read, and one for each snapshot.
+
+    Attributes:
+      registry: its metrics (see `metrics.Metrics`), for `prometheus_client.start_http_server` or
+        `generate_latest`.
     """
 
     def __init__(
@@ -60,14 +65,17 @@ class Engine:
         Raises:
           ValueError: a number out of its range, or a drafter that does not fit the model.
         """
-        for name, value, most in (
-            ("slots", slots, 256),
-            ("max_context", max_context, gemma.max_context),
-            ("prefill_chunk", prefill_chunk, 2048),
-            ("max_waiting", max_waiting, 10**6),
+        for name, value, least, most in (
+            ("slots", slots, 1, 256),
+            ("max_context", max_context, 1, gemma.max_context),
+            ("prefill_chunk", prefill_chunk, 32, 2048),  # what is shorter is not prefill
+            ("max_waiting", max_waiting, 1, 10**6),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name} = {value!r}: it must be an integer from 1 to {most:,}")
+            number = isinstance(value, int) and not isinstance(value, bool)
+            if not number or not least <= value <= most:
+                raise ValueError(
+                    f"{name} = {value!r}: it must be an integer from {least} to {most:,}"
+                )
         speculation = None
         if drafter is not None:
             speculation = Speculation(drafter, num_proposals, acceptance or Exact())
@@ -83,6 +91,7 @@ class Engine:
             speculation=speculation,
             prefill_chunk=prefill_chunk,
         )
+        self.registry = self._scheduler.metrics.registry
         self._lock = threading.Condition()
         self._inbox: deque[Request] = deque()
         self._jobs: deque[tuple[Future, Callable[[], Any]]] = deque()
@@ -121,6 +130,7 @@ class Engine:
         with self._lock:
             self._check_open()
             if not self._has_room():
+                self._scheduler.metrics.refused()
                 raise QueueFull(
                     f"{self.max_waiting} requests wait already (max_waiting): read some results "
                     "first, or raise max_waiting"
@@ -135,6 +145,8 @@ class Engine:
 
         Raises as `submit`, before any of them is queued; or what ended a request.
         """
+        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
+            raise ValueError("generate takes a list of prompts: use submit for a single one")
         requests = [self._request(prompt, False, None, options) for prompt in prompts]
         for request in requests:
             with self._lock:  # a list may be longer than the queue
@@ -184,6 +196,7 @@ class Engine:
         elif thinking or tools is not None:
             raise ValueError("thinking and tools are for conversations: give messages")
         (ids,), asked = gemma.checked([prompt], options, self.max_context)
+        generate.row_keys(asked.seed, 1)  # for what it refuses
 
         def finishing(generation: Generation) -> Generation:
             return gemma.chat_reply(generation, asked) if chat else generation

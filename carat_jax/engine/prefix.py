@@ -19,11 +19,14 @@ class Past:
     Attributes:
       ids: the tokens, as many as `kv` holds.
       kv: the state of the one sequence.
+      written: positions of its rings that were ever written; those beyond `ids` were forgotten, but
+        have taken the places of older ones.
       pinned: stays until it is given up, and is copied for use.
     """
 
     ids: np.ndarray
     kv: KVState
+    written: int
     pinned: bool = False
 
 
@@ -34,10 +37,8 @@ class Pasts:
     `length`, as far back as the rings still hold the window before that point: `reach`.
     """
 
-    def __init__(self, config: GemmaConfig, written_ahead: int) -> None:
-        """`written_ahead`: positions that a step may have written beyond the tokens that stood."""
+    def __init__(self, config: GemmaConfig) -> None:
         self._config = config
-        self._written_ahead = written_ahead
         self._kept: list[Past] = []
 
     def __len__(self) -> int:
@@ -56,7 +57,13 @@ class Pasts:
                 return
 
     def drop(self, past: Past) -> None:
-        """Frees one."""
+        """Frees one.
+
+        Raises:
+          ValueError: it is not kept here (any more).
+        """
+        if past not in self._kept:
+            raise ValueError("not a snapshot of this engine, or one that was released already")
         self._kept.remove(past)
         free(past.kv)
 
@@ -65,10 +72,11 @@ class Pasts:
         for past in list(self._kept):
             self.drop(past)
 
-    def take(self, prompt: Sequence[int]) -> tuple[int, KVState] | None:
-        """The state that has read most of a prompt, and how many of its tokens.
+    def take(self, prompt: Sequence[int]) -> Past | None:
+        """What has read most of a prompt, cut to what they have in common; the caller's own.
 
-        At least the last token is left to be read. The past is gone from here unless it is pinned.
+        At least the last token is left to be read. The whole is gone from here then, unless it is
+        pinned, or most of it is of no use for this prompt: it may be for another.
         """
         ids = np.asarray(prompt[:-1])
         best, shared = None, 0
@@ -80,18 +88,19 @@ class Pasts:
             return None
         kv = best.kv
         self._kept.remove(best)
-        if best.pinned:
+        if best.pinned or 2 * shared < len(best.ids):
             self._kept.append(best)
             kv = jax.tree.map(jnp.copy, kv)
-        return shared, kv.replace(length=jnp.asarray([shared], jnp.int32))
+        kv = kv.replace(length=jnp.asarray([shared], jnp.int32))
+        return Past(best.ids[:shared], kv, best.written)
 
     def reach(self, past: Past) -> int:
         """How many of its newest tokens a past can forget."""
-        count, ahead = len(past.ids), self._written_ahead
+        count, written = len(past.ids), past.written
         rings = [kv.v.shape[2] for kv in past.kv.layers if isinstance(kv, RingKV)]
-        if count + ahead <= min(rings, default=count + ahead):
+        if written <= min(rings, default=written):
             return count  # nothing has been overwritten yet
-        return max(max_decode_tokens(past.kv, self._config) - ahead, 0)
+        return max(max_decode_tokens(past.kv, self._config) - (written - count), 0)
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

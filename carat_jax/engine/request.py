@@ -1,6 +1,7 @@
 """What a caller holds of a generation that runs beside others."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import queue
@@ -76,6 +77,7 @@ class Request:
         self.cancelling = False
         self._finishing = finishing
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._wakers: list[Callable[[], None]] = []  # of readers in an event loop
         self._ended = threading.Event()
         self._result: Generation | None = None
         self._error: BaseException | None = None
@@ -97,6 +99,7 @@ class Request:
         try:
             while (piece := self._pieces.get()) is not None:
                 yield piece
+            self._pieces.put(None)  # for who asks again
         finally:
             self.cancel()  # does nothing to a request that has ended
         self._raise_error()
@@ -120,25 +123,34 @@ class Request:
     async def astream(self) -> AsyncIterator[Piece]:
         """`stream`, for `async for`."""
         try:
-            while (piece := await asyncio.to_thread(self._pieces.get)) is not None:
+            while True:
+                await self._until(lambda: not self._pieces.empty())
+                piece = self._pieces.get()
+                if piece is None:
+                    break
                 yield piece
+            self._pieces.put(None)
         finally:
             self.cancel()
         self._raise_error()
 
     async def aresult(self) -> Generation:
         """`result`, for `await`."""
-        await asyncio.to_thread(self._ended.wait)
+        await self._until(self._ended.is_set)
         return self.result()
 
     def push(self, text: str, tokens: list[int]) -> None:
         """For the engine: a piece that is not the last."""
-        self._pieces.put(Piece(text, tokens))
+        self._put(Piece(text, tokens))
 
     def finish(self, text: str, tokens: list[int], generation: Generation) -> None:
         """For the engine: the last piece."""
-        self._result = self._finishing(generation)
-        self._pieces.put(Piece(text, tokens, self._result))
+        try:
+            self._result = self._finishing(generation)
+        except Exception as error:
+            self.fail(error)
+            return
+        self._put(Piece(text, tokens, self._result))
         self._end()
 
     def fail(self, error: BaseException) -> None:
@@ -148,8 +160,29 @@ class Request:
 
     def _end(self) -> None:
         self.times.ended = time.perf_counter()
-        self._pieces.put(None)
         self._ended.set()
+        self._put(None)
+
+    def _put(self, piece: Piece | None) -> None:
+        self._pieces.put(piece)
+        for wake in list(self._wakers):
+            wake()
+
+    async def _until(self, there: Callable[[], bool]) -> None:
+        """Waits for what another thread does. Takes no thread: for many readers there are few."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits there
+                loop.call_soon_threadsafe(news.set)
+
+        self._wakers.append(wake)
+        try:
+            while not there():
+                await news.wait()
+                news.clear()
+        finally:
+            self._wakers.remove(wake)
 
     def _raise_error(self) -> None:
         if self._error is not None:

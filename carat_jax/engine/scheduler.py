@@ -6,16 +6,19 @@ No threads here: `Engine` calls `step` from one.
 """
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from carat_jax import generate
 from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
+from carat_jax.engine.metrics import Metrics
 from carat_jax.engine.prefix import Past, Pasts
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.rows import Rows, free
@@ -42,6 +45,7 @@ class Reading:
       request: whose; None for a snapshot.
       ids: the prompt.
       count: tokens of it that `kv` holds.
+      written: see `Past`.
       kv, hidden: state of the sequence, and what `prefill_chunk` returned last.
       drafting: the drafter's state, which has read as much.
     """
@@ -49,6 +53,7 @@ class Reading:
     request: Request | None
     ids: list[int]
     count: int
+    written: int
     kv: KVState
     hidden: Any
     drafting: Any
@@ -62,6 +67,7 @@ class Scheduler:
       reading: the prompt being read, if any.
       rows: the sequences that generate.
       pasts: states of ended ones.
+      metrics: what was done so far.
     """
 
     def __init__(
@@ -81,6 +87,8 @@ class Scheduler:
             if speculation.num_proposals == "auto":
                 raise ValueError("num_proposals = 'auto' is for one generation: give a number")
             K = speculation.num_proposals
+            begin = functools.partial(speculation.drafter.init, config, 1, max_context)
+            jax.eval_shape(begin)  # for what it refuses
         self.params = params
         self.config = config
         self.slots = slots
@@ -90,8 +98,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.reading: Reading | None = None
         self.rows = Rows(params, config, slots, speculation)
-        self.pasts = Pasts(config, written_ahead=K + 1)
+        self.pasts = Pasts(config)
+        self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
+        self._written: dict[int, int] = {}  # see `Past`
         self._admitted: dict[int, Request] = {}
+        self.metrics = Metrics(slots, self._admitted, self.waiting)
         self._tallies: dict[int, SpeculationTally] = {}
         self._device_ids: dict[int, list[int]] = {}  # generated, those after a stop string too
 
@@ -108,8 +119,11 @@ class Scheduler:
             self._admitted[request.number] = request
             request.times.admitted = time.perf_counter()
             self.reading = self._open(request, request.prompt)
+            self.metrics.admitted(request.times, len(request.prompt), self.reading.count)
         if self.reading is not None:
             self._read_on(self.reading)
+        if self.reading is None and not self.waiting:
+            self.rows.shrink()  # some may have been left while a prompt was read
         if self.rows.live:
             self._decode(STEPS if self.reading is None else STEPS_BESIDE_PREFILL)
 
@@ -121,7 +135,7 @@ class Scheduler:
         reading = self._open(None, [*ids, 0])  # the last token of a prompt is always left
         while reading.count < len(ids):
             self._chunk(reading, len(ids))
-        past = Past(np.asarray(ids), reading.kv, pinned=True)
+        past = Past(np.asarray(ids), reading.kv, reading.written, pinned=True)
         free(reading.drafting)
         self.pasts.keep(past)
         return past
@@ -135,13 +149,15 @@ class Scheduler:
         self.rows.clear()
         self.pasts.clear()
         for request in requests:
-            request.fail(error)
+            self._fail(request, error)
 
     def _open(self, request: Request | None, ids: list[int]) -> Reading:
         """A state for a prompt: one that has read its beginning if there is one, else an empty."""
         found = self.pasts.take(ids)
         self._make_room(self.rows.needed)
-        count, kv = found or (0, init_state(self.config, 1, self.max_context))
+        if found is None:
+            found = Past(np.zeros(0, int), init_state(self.config, 1, self.max_context), written=0)
+        count = len(found.ids)
         hidden = jnp.zeros((1, self.config.hidden_size), jnp.dtype(self.config.dtype))
         drafting = None
         if self.speculation is not None:
@@ -150,7 +166,7 @@ class Scheduler:
             # Drafters cannot go back, and are small: they read from the beginning.
             for tokens, new in generate.prefill_pieces([ids[:count]], self.chunks) if count else ():
                 drafting = read_prompt(drafter, drafting, tokens, new)
-        return Reading(request, ids, count, kv, hidden, drafting)
+        return Reading(request, ids, count, found.written, found.kv, hidden, drafting)
 
     def _chunk(self, reading: Reading, end: int) -> None:
         """Reads one chunk, up to token `end` of the prompt at most."""
@@ -163,6 +179,7 @@ class Scheduler:
         if self.speculation is not None:
             reading.drafting = read_prompt(self.speculation.drafter, reading.drafting, tokens, new)
         reading.count += int(new[0])
+        reading.written = max(reading.written, reading.count)
 
     def _read_on(self, reading: Reading) -> None:
         """One chunk; after the last, the first token, and the sequence joins the others."""
@@ -176,7 +193,9 @@ class Scheduler:
         first, state = generate.begin(
             self.params, self.config, reading.hidden, reading.kv, controls
         )
+        first = jax.device_get(first)
         self._device_ids[request.number] = []
+        self._written[request.number] = reading.written
         if spec is not None:
             self._tallies[request.number] = SpeculationTally(1)
             state = start(spec.drafter, reading.drafting, reading.hidden, state)
@@ -187,6 +206,8 @@ class Scheduler:
     def _decode(self, steps: int) -> None:
         occupants = list(self.rows.occupants)
         tokens, counts = self.rows.step(steps)
+        if counts is not None:
+            self.metrics.speculated(counts)
         for row, request in enumerate(occupants):
             if request is not None:
                 if counts is not None:
@@ -207,24 +228,34 @@ class Scheduler:
         new = request.row.tokens[before:]
         if new:
             request.times.pieces.append((time.perf_counter(), len(new)))
+            self.metrics.delivered(request.times)
         text = request.row.take_text()
         if request.row.finish_reason is None:
             if new or text:
                 request.push(text, new)
             return
         generation = self._generation(request)
-        self._release(request, keep=request.row.finish_reason != "non_finite")
+        # The device may have gone on after a stop string, and into NaN.
+        self._release(request, keep=reason != generate.NON_FINITE)
+        self.metrics.ended(request.times, request.row.finish_reason)
         request.finish(text, new, generation)
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        outcome = "cancelled" if isinstance(error, Cancelled) else "failed"
+        self.metrics.ended(request.times, outcome)
+        request.fail(error)
 
     def _release(self, request: Request, *, keep: bool) -> None:
         """Frees a request's row; its past may serve the next turn of a conversation."""
         kv = self.rows.remove(request, keep=keep)
         generated = self._device_ids.pop(request.number)
+        written = self._written.pop(request.number)
         self._tallies.pop(request.number, None)
         del self._admitted[request.number]
         if kv is not None:
             # The token chosen last has not been read.
-            self.pasts.keep(Past(np.asarray(request.prompt + generated[:-1]), kv))
+            ids = np.asarray(request.prompt + generated[:-1])
+            self.pasts.keep(Past(ids, kv, max(written, len(ids) + self._written_ahead)))
         if self.reading is None and not self.waiting:
             self.rows.shrink()
         self._make_room(len(self.rows.occupants))
@@ -242,16 +273,16 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for request in [r for r in self.waiting if r.cancelling]:
             self.waiting.remove(request)
-            request.fail(Cancelled(None))
+            self._fail(request, Cancelled(None))
         if self.reading is not None and self.reading.request.cancelling:
             request = self.reading.request
             self._stop_reading()
             del self._admitted[request.number]
-            request.fail(Cancelled(None))
+            self._fail(request, Cancelled(None))
         for request in [r for r in self.rows.live if r.cancelling]:
             generation = self._generation(request)
             self._release(request, keep=True)
-            request.fail(Cancelled(generation))
+            self._fail(request, Cancelled(generation))
 
     def _generation(self, request: Request) -> Generation:
         tally, times = self._tallies.get(request.number), request.times

@@ -1,0 +1,337 @@
+"""Scheduler: whatever comes and goes beside it, a request gets what it gets alone."""
+
+import dataclasses
+import functools
+import gc
+
+import by_hand
+import jax
+import numpy as np
+import pytest
+import scripted_model
+import small_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quick_compilation import quick_compilation  # noqa: F401
+
+import carat_jax as carat
+from carat_jax.engine import Cancelled
+from carat_jax.engine.scheduler import STEPS, STEPS_BESIDE_PREFILL
+from carat_jax.generation import Generation
+from carat_jax.kv_state import state_bytes
+from carat_jax.speculative import Ngram
+
+W, R, CHUNK = small_model.CONFIG.sliding_window, 128, by_hand.CHUNK
+BASE = np.random.default_rng(0).integers(0, small_model.CONFIG.vocab_size, 300).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A request; `options` as items."""
+
+    prompt: tuple[int, ...]
+    options: tuple
+
+    @functools.cached_property
+    def alone(self) -> Generation:
+        return by_hand.small_gemma().generate(list(self.prompt), **dict(self.options))
+
+    @functools.cached_property
+    def accepted_alone(self) -> int:
+        """Proposals of `Ngram` that stand."""
+        options = dict(self.options)
+        return (
+            by_hand.small_gemma()
+            .generate(list(self.prompt), drafter=Ngram(), **options)
+            .stats.accepted
+        )
+
+
+@functools.cache
+def cases() -> list[Case]:
+    """Lengths at and beside the window, the chunk and the ring; some go on from one another."""
+    draw = np.random.default_rng(1)
+    # Two kinds only: each needs programs of its own for each number of rows.
+    kinds = [{}, {"temperature": 1.2, "top_p": 0.95, "logprobs": 2}]
+    made = []
+    for i, n in enumerate([1, W - 1, W, W + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1,
+                           R - 1, R, R + 1, R + CHUNK, 250, 3 * W, 5, 90]):  # fmt: skip
+        own = draw.integers(0, small_model.CONFIG.vocab_size, n).tolist()
+        shared = n * (i % 4) // 4  # of the base: each other's beginnings
+        options = kinds[i % 2] | {"max_new_tokens": int(draw.integers(1, 60))}
+        if options.get("temperature"):
+            options["seed"] = i
+        case = Case((*BASE[:shared], *own[shared:]), tuple(options.items()))
+        if i % 3 == 1 and len(case.alone.tokens) > 3:  # ends in the middle
+            stop = (case.alone.tokens[-2], *range(90, 90 + i % 6))
+            case = Case(case.prompt, (*case.options, ("stop_token_ids", stop)))
+        if i % 3 == 2 and len(case.alone.text) > 6:  # two characters of two tokens
+            case = Case(case.prompt, (*case.options, ("stop", (case.alone.text[3:5],))))
+        made.append(case)
+    return made
+
+
+def same(out: Generation, alone: Generation) -> None:
+    """Equal but for times, and log-probabilities equal to rounding."""
+    assert (out.tokens, out.text, out.finish_reason) == (
+        alone.tokens,
+        alone.text,
+        alone.finish_reason,
+    )
+    assert out.prompt_tokens == alone.prompt_tokens
+    assert (out.logprobs is None) == (alone.logprobs is None)
+    if out.logprobs is not None:
+        np.testing.assert_allclose(out.logprobs, alone.logprobs, atol=1e-4)
+    if alone.top_logprobs is not None:
+        assert [list(top) for top in out.top_logprobs] == [list(t) for t in alone.top_logprobs]
+
+
+# --- Any interleaving ----------------------------------------------------------------------------
+
+# (case, steps until it comes, steps until it is cancelled)
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 15), st.integers(0, 12), st.one_of(st.none(), st.integers(0, 12))),
+    min_size=2,
+    max_size=9,
+)
+
+
+def test_the_cases_are_worth_the_name():
+    ended = [case.alone.finish_reason for case in cases()]
+    assert ended.count("stop") >= 6 and ended.count("length") >= 6
+    assert len({tuple(case.alone.tokens[:4]) for case in cases()}) >= 14
+    assert any("stop" in dict(case.options) for case in cases())
+
+
+@pytest.mark.parametrize(
+    ("slots", "drafter", "every"),  # all cases, or every second: the greedy ones
+    [(1, None, 1), (2, None, 1), (4, None, 2), (2, Ngram(), 1)],
+    ids=["1", "2", "4", "2 drafted"],
+)
+@settings(max_examples=8)
+@given(arrivals=ARRIVALS)
+def test_any_interleaving_gives_each_what_it_gets_alone(slots, drafter, every, arrivals):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, slots, drafter)
+    played = []  # request, case, when it is cancelled
+    for step in range(1000):
+        for index, when, cancelled in arrivals:
+            if when == step:
+                case = cases()[index - index % every]
+                request = by_hand.submit(s, model, list(case.prompt), **dict(case.options))
+                played.append((request, case, None if cancelled is None else step + cancelled))
+        for request, _, cancelled in played:
+            if cancelled == step:
+                request.cancel()
+        if s.idle and step > 12:
+            break
+        s.step()
+        assert len(s.rows.occupants) + len(s.pasts) <= slots
+    assert len(played) == len(arrivals)
+    for request, case, cancelled in played:
+        assert request.done
+        try:
+            out = request.result(timeout=0)
+            same(out, case.alone)
+            # After a stop string the device goes on for a while.
+            if drafter is not None and "stop" not in dict(case.options):
+                assert out.stats.accepted == case.accepted_alone
+        except Cancelled as error:
+            assert cancelled is not None
+            if error.generation is not None:
+                tokens = error.generation.tokens
+                assert tokens == case.alone.tokens[: len(tokens)]
+    s.abandon(Cancelled(None))
+
+
+def test_more_ids_than_the_rows_had_room_for():
+    """Eight places for stop ids are made; a row that comes later needs more."""
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    first, second = (model.generate(BASE[:n], max_new_tokens=12).tokens for n in (20, 40))
+    others = [i for i in range(small_model.CONFIG.vocab_size) if i not in second]
+    stop = next(i for i in range(4, 9) if second[i] not in second[:i])
+    few = by_hand.submit(s, model, BASE[:20], max_new_tokens=12)
+    s.step()
+    ids = [*others[:11], second[stop]]
+    many = by_hand.submit(s, model, BASE[:40], max_new_tokens=12, stop_token_ids=ids)
+    by_hand.work_off(s)
+    assert few.result(0).tokens == first
+    assert many.result(0).tokens == second[: stop + 1]
+
+
+# --- Who comes when ------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_holds_nobody_up_for_longer_than_a_chunk():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    talking = by_hand.submit(s, model, BASE[:5], max_new_tokens=100)
+    s.step()
+    long = by_hand.submit(s, model, BASE[:300], max_new_tokens=2)
+    for chunk in range(5):  # 4 chunks of 64, and the rest
+        before = len(talking.row.tokens)
+        s.step()
+        steps = STEPS if chunk == 4 else STEPS_BESIDE_PREFILL
+        assert len(talking.row.tokens) - before == steps
+        assert bool(long.row.tokens) == (chunk == 4)
+    by_hand.work_off(s)
+    assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=100).tokens
+    assert long.result(0).tokens == model.generate(BASE[:300], max_new_tokens=2).tokens
+
+
+def test_rows_are_given_up_that_were_left_while_a_prompt_was_read():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 4)
+    for n in (30, 30, 200):
+        by_hand.submit(s, model, BASE[:3], max_new_tokens=n)
+    for _ in range(3):
+        s.step()
+    assert len(s.rows.occupants) == 4
+    by_hand.submit(s, model, BASE[:300], max_new_tokens=100)
+    for _ in range(6):  # meanwhile two of three end
+        s.step()
+    assert s.reading is None and len(s.rows.live) == 2
+    assert len(s.rows.occupants) == 2
+    s.abandon(Cancelled(None))
+
+
+def test_first_come_first_served():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    lengths = [90, 1, 200, 64, 3, 130, 2]
+    requests = [by_hand.submit(s, model, BASE[:n], max_new_tokens=n % 7 + 1) for n in lengths]
+    by_hand.work_off(s)
+    admitted = [request.times.admitted for request in requests]
+    assert admitted == sorted(admitted)
+    for n, request in zip(lengths, requests, strict=True):
+        assert len(request.result(0).tokens) == n % 7 + 1
+        assert request.times.submitted <= request.times.admitted <= request.times.first_token
+
+
+# --- What fails, fails alone ---------------------------------------------------------------------
+
+SCRIPT = scripted_model.chain("abc", "defghijklm", "nopqrstuvw")
+A, Z, DAMAGED = SCRIPT[0], scripted_model.ID["z"], SCRIPT[6]
+
+
+def scripted() -> carat.Gemma:
+    """Writes the alphabet, and fails after "g"; "n" to "w" are sound."""
+    return scripted_model.gemma(SCRIPT, damaged=[DAMAGED])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_logits_that_are_not_finite_end_one_request(slots):
+    model = scripted()
+    s = by_hand.scheduler(model, slots)
+    start = scripted_model.ID["n"]
+    prompts = [[A], [start], [Z, A], [DAMAGED], [Z, start]]
+    requests = [by_hand.submit(s, model, ids, max_new_tokens=9) for ids in prompts]
+    by_hand.work_off(s)
+    texts = [(r.result(0).text, r.result(0).finish_reason) for r in requests]
+    fine = ("opqrstuvw", "length")
+    assert texts == [("bcdefg", "non_finite"), fine, ("bcdefg", "non_finite"),
+                     ("", "non_finite"), fine]  # fmt: skip
+    assert [r.result(0).non_finite_step for r in requests] == [6, None, 6, 0, None]
+
+
+def test_what_came_after_a_stop_string_is_not_kept_where_it_was_not_finite():
+    """It may be in keys and values, where a mask does not take it away: 0 times NaN is NaN."""
+    model = scripted()
+    s = by_hand.scheduler(model, 1)
+    assert by_hand.run(s, model, [A], max_new_tokens=20, stop=["ef"]).text == "bcd"
+    assert len(s.pasts) == 0
+    assert by_hand.run(s, model, [A], max_new_tokens=5, stop=["ef"]).text == "bcd"
+    assert len(s.pasts) == 1
+
+
+def test_a_stop_string_across_pieces():
+    """The first token comes alone, then eight at a time; none of what is cut off is shown."""
+    model = scripted_model.gemma(SCRIPT)
+    s = by_hand.scheduler(model, 2)
+    whole = "".join(scripted_model.VOCABULARY[t] for t in SCRIPT[1:])
+    for stop in ("bc", "bcdefghijkl", "ijk", "jklmn", "w"):
+        requests = [by_hand.submit(s, model, [A], stop=[stop]), by_hand.submit(s, model, [A])]
+        by_hand.work_off(s)
+        stopped, other = (r.result(0) for r in requests)
+        assert (stopped.text, stopped.finish_reason) == (whole[: whole.index(stop)], "stop")
+        assert other.text == whole
+        assert "".join(piece.text for piece in requests[0].stream()) == stopped.text
+
+
+@pytest.mark.parametrize("stage", ["waiting", "reading", "generating"])
+def test_cancelled_at_any_stage(stage):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    other = by_hand.submit(s, model, BASE[:20], max_new_tokens=40)
+    s.step()
+    request = by_hand.submit(s, model, BASE[:200], max_new_tokens=40)
+    steps = {"waiting": 0, "reading": 2, "generating": 5}[stage]
+    for _ in range(steps):
+        s.step()
+    assert (request in s.waiting) == (stage == "waiting")
+    assert (s.reading is not None) == (stage == "reading")
+    assert (request in s.rows.live) == (stage == "generating")
+    request.cancel()
+    s.step()
+    assert request.done
+    with pytest.raises(Cancelled) as cancelled:
+        request.result(0)
+    if stage == "generating":
+        alone = model.generate(BASE[:200], max_new_tokens=40).tokens
+        tokens = cancelled.value.generation.tokens
+        assert 0 < len(tokens) < 40 and tokens == alone[: len(tokens)]
+    else:
+        assert cancelled.value.generation is None
+    again = by_hand.submit(s, model, BASE[:190], max_new_tokens=5)  # into the same slot
+    by_hand.work_off(s)
+    assert other.result(0).tokens == model.generate(BASE[:20], max_new_tokens=40).tokens
+    assert again.result(0).tokens == model.generate(BASE[:190], max_new_tokens=5).tokens
+
+
+def test_a_finish_that_fails_ends_one_request():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+
+    def finishing(generation):
+        raise ZeroDivisionError("in what a chat makes of its reply")
+
+    broken = by_hand.submit(s, model, [1, 2, 3], max_new_tokens=3)
+    broken._finishing = finishing
+    sound = by_hand.submit(s, model, [1, 2, 3], max_new_tokens=3)
+    by_hand.work_off(s)
+    with pytest.raises(ZeroDivisionError):
+        broken.result(0)
+    with pytest.raises(ZeroDivisionError):
+        list(broken.stream())
+    assert len(sound.result(0).tokens) == 3
+
+
+# --- Memory --------------------------------------------------------------------------------------
+
+
+def test_states_are_as_many_as_slots_and_one_being_read():
+    model = by_hand.small_gemma()
+    one = state_bytes(model.config, 1, by_hand.CONTEXT) - 4  # without the length
+    draw = np.random.default_rng(3)
+
+    def large() -> int:
+        """Bytes of arrays that grow with the context."""
+        return sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4)
+
+    gc.collect()
+    before, most = large(), 0
+    s = by_hand.scheduler(model, 3)
+    for i in range(24):
+        n = int(draw.integers(1, 150))
+        request = by_hand.submit(s, model, BASE[:n], max_new_tokens=int(draw.integers(1, 20)))
+        if i % 5 == 0:
+            request.cancel()
+        s.step()
+        most = max(most, large() - before)
+    while not s.idle:
+        s.step()
+        most = max(most, large() - before)
+    assert 3 * one <= most <= 4 * one
+    s.abandon(Cancelled(None))
+    assert large() == before
