@@ -7,11 +7,13 @@
 
 The functional level, for scripts that own the loop: `GemmaConfig`, `load_params`, `init_params`,
 `init_state`, `forward`, `generate_tokens`. Speculative decoding: `load_drafter`, `speculative`.
+Many generations at once: `Engine`.
 """
 
 from carat_jax import speculative
 from carat_jax.checkpoint import CheckpointError, load_params
 from carat_jax.config import ConfigError, GemmaConfig
+from carat_jax.engine import Engine
 from carat_jax.gemma import Gemma, load, load_drafter
 from carat_jax.generate import Tokens, generate_tokens
 from carat_jax.generation import Generation, Piece, Stats
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Engine",
     "Gemma",
     "GemmaConfig",
     "GenerateOptions",

@@ -45,7 +45,7 @@ class Engine:
         gemma: Gemma,
         *,
         slots: int = 8,
-        max_context: int = 32768,
+        max_context: int | None = None,
         drafter: Drafter | None = None,
         num_proposals: int = 4,
         acceptance: Rule | None = None,
@@ -57,7 +57,8 @@ class Engine:
         Args:
           gemma: the model.
           slots: sequences that generate at once.
-          max_context: tokens of a prompt and its continuation together.
+          max_context: tokens of a prompt and its continuation together; None = 32,768, or the
+            model's own if that is less.
           drafter, num_proposals, acceptance: as in `Gemma.generate`.
           prefill_chunk: tokens of a prompt that are read before the others go on.
           max_waiting: requests that may wait for a slot.
@@ -65,6 +66,8 @@ class Engine:
         Raises:
           ValueError: a number out of its range, or a drafter that does not fit the model.
         """
+        if max_context is None:
+            max_context = min(32768, gemma.max_context)
         for name, value, least, most in (
             ("slots", slots, 1, 256),
             ("max_context", max_context, 1, gemma.max_context),

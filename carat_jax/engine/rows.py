@@ -19,9 +19,12 @@ from carat_jax.config import GemmaConfig
 from carat_jax.generate import NO_TOKEN, Controls, DecodeState, Tokens
 from carat_jax.kv_state import KVState
 from carat_jax.model import Params
+from carat_jax.options import MAX_TOP_LOGPROBS
 from carat_jax.speculative import Counts, Speculation, SpeculativeState, speculate
 
 State = DecodeState | SpeculativeState
+
+LOGPROBS = (0, 8, 32, MAX_TOP_LOGPROBS)  # few sizes, few compilations
 
 
 class Rows:
@@ -107,7 +110,7 @@ class Rows:
         """
         spec, size = self._speculation, generate.DECODE_STEPS
         ends = jnp.asarray([occupant is None for occupant in self.occupants])
-        state = Wants.all(self._wants).on(self._state)
+        state = Wants.all(self._wants, self._config.vocab_size).on(self._state)
         if spec is None:
             tokens, state = generate.decode(
                 self._params, self._config, state, jnp.int32(steps), ends, size=size
@@ -161,11 +164,13 @@ class Wants:
         return cls(controls.sampling.greedy, controls.num_logprobs)
 
     @classmethod
-    def all(cls, wants: Sequence["Wants | None"]) -> "Wants":
+    def all(cls, wants: Sequence["Wants | None"], vocab_size: int) -> "Wants":
         """What serves every row; None = a free one."""
         live = [w for w in wants if w is not None]
-        counts = [w.num_logprobs for w in live if w.num_logprobs is not None]
-        return cls(all(w.greedy for w in live), max(counts, default=None))
+        most = max((w.num_logprobs for w in live if w.num_logprobs is not None), default=None)
+        if most is not None:
+            most = min(next(size for size in LOGPROBS if size >= most), vocab_size)
+        return cls(all(w.greedy for w in live), most)
 
     def on(self, state: State) -> State:
         """The state with this compiled into its steps."""

@@ -18,7 +18,7 @@ import numpy as np
 from carat_jax import generate
 from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
-from carat_jax.engine.metrics import Metrics
+from carat_jax.engine.metrics import Metrics, tpot_s
 from carat_jax.engine.prefix import Past, Pasts
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.rows import Rows, free
@@ -37,12 +37,29 @@ STEPS = 8  # tokens of a call while nothing else waits for the device
 STEPS_BESIDE_PREFILL = 4
 
 
+@dataclasses.dataclass(eq=False)
+class Admitted:
+    """A request with a slot.
+
+    Attributes:
+      request: whose slot it is.
+      generated: ids made on the device, those after a stop string too.
+      written: see `Past`.
+      tally: what speculation did; None without a drafter.
+    """
+
+    request: Request
+    generated: list[int] = dataclasses.field(default_factory=list)
+    written: int = 0
+    tally: SpeculationTally | None = None
+
+
 @dataclasses.dataclass
 class Reading:
     """A prompt being read.
 
     Attributes:
-      request: whose; None for a snapshot.
+      owner: whose; None for a snapshot.
       ids: the prompt.
       count: tokens of it that `kv` holds.
       written: see `Past`.
@@ -50,7 +67,7 @@ class Reading:
       drafting: the drafter's state, which has read as much.
     """
 
-    request: Request | None
+    owner: Admitted | None
     ids: list[int]
     count: int
     written: int
@@ -100,11 +117,8 @@ class Scheduler:
         self.rows = Rows(params, config, slots, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
-        self._written: dict[int, int] = {}  # see `Past`
-        self._admitted: dict[int, Request] = {}
+        self._admitted: list[Admitted] = []
         self.metrics = Metrics(slots, self._admitted, self.waiting)
-        self._tallies: dict[int, SpeculationTally] = {}
-        self._device_ids: dict[int, list[int]] = {}  # generated, those after a stop string too
 
     @property
     def idle(self) -> bool:
@@ -116,9 +130,10 @@ class Scheduler:
         self._drop_cancelled()
         if self.reading is None and self.waiting and len(self.rows.live) < self.slots:
             request = self.waiting.popleft()
-            self._admitted[request.number] = request
+            admitted = Admitted(request, tally=SpeculationTally(1) if self.speculation else None)
+            self._admitted.append(admitted)
             request.times.admitted = time.perf_counter()
-            self.reading = self._open(request, request.prompt)
+            self.reading = self._open(admitted, request.prompt)
             self.metrics.admitted(request.times, len(request.prompt), self.reading.count)
         if self.reading is not None:
             self._read_on(self.reading)
@@ -142,7 +157,7 @@ class Scheduler:
 
     def abandon(self, error: BaseException) -> None:
         """Ends every request with this error, and frees everything."""
-        requests = [*self._admitted.values(), *self.waiting]
+        requests = [*(admitted.request for admitted in self._admitted), *self.waiting]
         self.waiting.clear()
         self._admitted.clear()
         self._stop_reading()
@@ -151,7 +166,7 @@ class Scheduler:
         for request in requests:
             self._fail(request, error)
 
-    def _open(self, request: Request | None, ids: list[int]) -> Reading:
+    def _open(self, owner: Admitted | None, ids: list[int]) -> Reading:
         """A state for a prompt: one that has read its beginning if there is one, else an empty."""
         found = self.pasts.take(ids)
         self._make_room(self.rows.needed)
@@ -166,7 +181,7 @@ class Scheduler:
             # Drafters cannot go back, and are small: they read from the beginning.
             for tokens, new in generate.prefill_pieces([ids[:count]], self.chunks) if count else ():
                 drafting = read_prompt(drafter, drafting, tokens, new)
-        return Reading(request, ids, count, found.written, found.kv, hidden, drafting)
+        return Reading(owner, ids, count, found.written, found.kv, hidden, drafting)
 
     def _chunk(self, reading: Reading, end: int) -> None:
         """Reads one chunk, up to token `end` of the prompt at most."""
@@ -187,75 +202,85 @@ class Scheduler:
         if reading.count < len(reading.ids):
             return
         self.reading = None
-        request, spec = reading.request, self.speculation
-        keys = generate.row_keys(request.options.seed, 1)
-        controls = generate.Controls.of(request.options, keys)
+        admitted, spec = reading.owner, self.speculation
+        options = admitted.request.options
+        controls = generate.Controls.of(options, generate.row_keys(options.seed, 1))
         first, state = generate.begin(
             self.params, self.config, reading.hidden, reading.kv, controls
         )
-        first = jax.device_get(first)
-        self._device_ids[request.number] = []
-        self._written[request.number] = reading.written
+        admitted.written = reading.written
+        last = self._take(admitted, jax.device_get(first), 0)
+        if last is not None:
+            self._end(admitted, last, reading.kv)
+            return
         if spec is not None:
-            self._tallies[request.number] = SpeculationTally(1)
             state = start(spec.drafter, reading.drafting, reading.hidden, state)
         self._make_room(self.rows.needed)
-        self.rows.insert(request, state)
-        self._deliver(request, first, 0)
+        self.rows.insert(admitted, state)
 
     def _decode(self, steps: int) -> None:
         occupants = list(self.rows.occupants)
         tokens, counts = self.rows.step(steps)
         if counts is not None:
             self.metrics.speculated(counts)
-        for row, request in enumerate(occupants):
-            if request is not None:
-                if counts is not None:
-                    self._tallies[request.number].add(_only(counts, row), None, None)
-                self._deliver(request, tokens, row)
+        for row, admitted in enumerate(occupants):
+            if admitted is None:
+                continue
+            if counts is not None:
+                admitted.tally.add(_only(counts, row), None, None)
+            last = self._take(admitted, tokens, row)
+            if last is not None:
+                # The device may have gone on after a stop string, and into NaN.
+                finite = tokens.finish[row] != generate.NON_FINITE
+                self._end(admitted, last, self.rows.remove(admitted, keep=finite))
 
-    def _deliver(self, request: Request, tokens: generate.Tokens, row: int) -> None:
-        """Hands out one row's new tokens, and ends the request if they end it."""
+    def _take(
+        self, admitted: Admitted, tokens: generate.Tokens, row: int
+    ) -> tuple[str, list[int]] | None:
+        """Hands out one row's new tokens; if they end the request, returns them instead."""
+        request, text = admitted.request, admitted.request.row
         count, reason = int(tokens.num_tokens[row]), int(tokens.finish[row])
-        before = len(request.row.tokens)
+        before = len(text.tokens)
         for i in range(count):
-            if request.row.finish_reason is not None:  # a stop string
+            if text.finish_reason is not None:  # a stop string
                 break
-            request.row.add(tokens, row, i)
-        self._device_ids[request.number] += np.asarray(tokens.tokens)[row, :count].tolist()
-        if request.row.finish_reason is None and reason != generate.RUNNING:
-            request.row.end(FINISH_REASONS[reason])
-        new = request.row.tokens[before:]
+            text.add(tokens, row, i)
+        admitted.generated += np.asarray(tokens.tokens)[row, :count].tolist()
+        if text.finish_reason is None and reason != generate.RUNNING:
+            text.end(FINISH_REASONS[reason])
+        new = text.tokens[before:]
         if new:
             request.times.pieces.append((time.perf_counter(), len(new)))
             self.metrics.delivered(request.times)
-        text = request.row.take_text()
-        if request.row.finish_reason is None:
-            if new or text:
-                request.push(text, new)
-            return
-        generation = self._generation(request)
-        # The device may have gone on after a stop string, and into NaN.
-        self._release(request, keep=reason != generate.NON_FINITE)
+        piece = (text.take_text(), new)
+        if text.finish_reason is not None:
+            return piece
+        if any(piece):
+            request.push(*piece)
+        return None
+
+    def _end(self, admitted: Admitted, last: tuple[str, list[int]], kv: KVState | None) -> None:
+        """Finishes a request with its last piece."""
+        request = admitted.request
+        generation = self._generation(admitted)
+        self._release(admitted, kv)
         self.metrics.ended(request.times, request.row.finish_reason)
-        request.finish(text, new, generation)
+        request.finish(*last, generation)
 
     def _fail(self, request: Request, error: BaseException) -> None:
+        request.fail(error)
         outcome = "cancelled" if isinstance(error, Cancelled) else "failed"
         self.metrics.ended(request.times, outcome)
-        request.fail(error)
 
-    def _release(self, request: Request, *, keep: bool) -> None:
-        """Frees a request's row; its past may serve the next turn of a conversation."""
-        kv = self.rows.remove(request, keep=keep)
-        generated = self._device_ids.pop(request.number)
-        written = self._written.pop(request.number)
-        self._tallies.pop(request.number, None)
-        del self._admitted[request.number]
+    def _release(self, admitted: Admitted, kv: KVState | None) -> None:
+        """Frees a slot; what the model has read there may serve a conversation's next turn."""
+        self._admitted.remove(admitted)
         if kv is not None:
-            # The token chosen last has not been read.
-            ids = np.asarray(request.prompt + generated[:-1])
-            self.pasts.keep(Past(ids, kv, max(written, len(ids) + self._written_ahead)))
+            ids = admitted.request.prompt + admitted.generated
+            # The token chosen last has not been read, nor what of a prompt came no more to it.
+            ids = np.asarray(ids[: int(kv.length[0])])
+            written = max(admitted.written, len(ids) + self._written_ahead)
+            self.pasts.keep(Past(ids, kv, written))
         if self.reading is None and not self.waiting:
             self.rows.shrink()
         self._make_room(len(self.rows.occupants))
@@ -274,28 +299,28 @@ class Scheduler:
         for request in [r for r in self.waiting if r.cancelling]:
             self.waiting.remove(request)
             self._fail(request, Cancelled(None))
-        if self.reading is not None and self.reading.request.cancelling:
-            request = self.reading.request
-            self._stop_reading()
-            del self._admitted[request.number]
-            self._fail(request, Cancelled(None))
-        for request in [r for r in self.rows.live if r.cancelling]:
-            generation = self._generation(request)
-            self._release(request, keep=True)
-            self._fail(request, Cancelled(generation))
+        reading = self.reading
+        if reading is not None and reading.owner.request.cancelling:
+            self.reading = None
+            free(reading.drafting)
+            reading.owner.written = reading.written
+            self._release(reading.owner, reading.kv)
+            self._fail(reading.owner.request, Cancelled(None))
+        for admitted in [a for a in self.rows.live if a.request.cancelling]:
+            generation = self._generation(admitted)
+            self._release(admitted, self.rows.remove(admitted, keep=True))
+            self._fail(admitted.request, Cancelled(generation))
 
-    def _generation(self, request: Request) -> Generation:
-        tally, times = self._tallies.get(request.number), request.times
-        later = sum(n for _, n in times.pieces) - 1
-        decode_s = times.pieces[-1][0] - times.pieces[0][0] if times.pieces else 0.0
+    def _generation(self, admitted: Admitted) -> Generation:
+        request, times = admitted.request, admitted.request.times
         first = times.first_token or time.perf_counter()
         return request.row.generation(
             len(request.prompt),
             Stats(
                 ttft_s=first - times.submitted,
-                tpot_s=decode_s / later if later > 0 else None,
+                tpot_s=tpot_s(times),
                 queue_s=times.admitted - times.submitted,
-                **(tally.stats(0) if tally else {}),
+                **(admitted.tally.stats(0) if admitted.tally else {}),
             ),
         )
 

@@ -57,6 +57,8 @@ class Drafter(struct.PyTreeNode):
     def init(self, config: GemmaConfig, batch: int, max_context: int) -> Any:
         """The state before a batch of prompts, a pytree (None = stateless).
 
+        Every leaf has the batch as its first axis: an engine moves rows from batch to batch.
+
         Args:
           config: of the target.
           batch: rows.
