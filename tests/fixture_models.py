@@ -43,6 +43,13 @@ step = jax.jit(
 
 # Session scope brings the tests of one model together, across files: when they are dealt out to
 # several processes, most land where its programs have been compiled already.
+def quick_for(*quick: str) -> pytest.MarkDecorator:
+    """Each model, where one is enough most of the time: the others are `slow`."""
+    marks = {name: [] if name in quick else pytest.mark.slow for name in NAMES}
+    named = [pytest.param(name, marks=marks[name]) for name in NAMES]
+    return pytest.mark.parametrize("name", named, scope="session")
+
+
 each_model = pytest.mark.parametrize("name", NAMES, scope="session")
 
 

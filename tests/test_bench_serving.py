@@ -335,6 +335,7 @@ def test_the_bundled_model(capsys, tmp_path):
     assert f"{row['p99_itl_ms']}" in next(line for line in printed if line.startswith("P99 ITL"))
 
 
+@pytest.mark.slow
 def test_drafters_baselines_and_a_floor(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(PRESETS, "small", small_model.CONFIG)
     monkeypatch.setattr(random_model, "init_params", lambda *_: small_model.params())

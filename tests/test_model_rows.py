@@ -15,6 +15,7 @@ from fixture_models import (
     each_model,
     empty,
     model,
+    quick_for,
     record,
     run,
     step,
@@ -61,7 +62,7 @@ def assert_same(a: list[np.ndarray], b: list[np.ndarray]) -> None:
 # --- Unequal prompts -----------------------------------------------------------------------------
 
 
-@each_model
+@quick_for("dense_31b_like", "e2b_like")
 def test_each_row_of_unequal_prompts_gets_what_it_gets_alone(name):
     """Prompts of 16 lengths and contents; what each gets alone is float64's answer to it alone."""
     m, lengths = model(name), np.array(LENGTHS)

@@ -35,8 +35,6 @@ ASSETS = Path(carat.__file__).parent / "assets" / "tiny" / "drafter"
 TARGETS = {"drafter_dense": "dense_31b_like", "drafter_e2b": "e2b_like"}
 K = 4
 
-each_drafter = pytest.mark.parametrize("name", TARGETS, scope="session")
-
 
 @functools.cache
 def pair(name: str) -> tuple[Assistant, Model]:
@@ -90,7 +88,9 @@ def in_use(
     return proposal.tokens, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *RECORDED)
 
 
-@each_drafter
+@pytest.mark.parametrize(
+    "name", ["drafter_dense", pytest.param("drafter_e2b", marks=pytest.mark.slow)], scope="session"
+)
 def test_every_step_of_a_round_is_the_one_in_use(name):
     """Each text has, after its first tokens, what the drafter proposes there in use.
 
@@ -333,6 +333,7 @@ def gemma() -> carat.Gemma:
     return carat.load("tiny", dtype="float32", progress=False)
 
 
+@pytest.mark.slow
 def test_rounds_of_the_bundled_drafter_are_those_that_training_counts(gemma):
     """Its guesses all over the plain text give the rounds that generating with it has."""
     drafter = carat.load_drafter("tiny", gemma, progress=False)

@@ -137,12 +137,19 @@ def lowered(heads: Heads, arguments: dict) -> str:
 # tiles of 8, 16 and 32 query rows for T = 1, 4 and 16, and for the size that is tuned most.
 SOME = [(1, 1), (8, 16)]
 MORE = {"31b": [(1, 1), (8, 1), (1, 4), (8, 16)], "e4b": [(1, 1), (1, 4), (8, 16)]}
+QUICK = {"31b": [(1, 1), (1, 4), (8, 16)], "e4b": [(1, 4)]}
 
 
 @pytest.mark.parametrize(
     ("heads", "B", "T"),
     [
-        pytest.param(heads, B, T, id=f"{'local' if heads.W else 'global'}-{heads}-B{B}-T{T}")
+        pytest.param(
+            heads,
+            B,
+            T,
+            id=f"{'local' if heads.W else 'global'}-{heads}-B{B}-T{T}",
+            marks=[] if (B, T) in QUICK.get(heads.name, [(1, 1)]) else pytest.mark.slow,
+        )
         for heads in PUBLISHED_LOCAL + PUBLISHED_GLOBAL
         for B, T in MORE.get(heads.name, SOME)
     ],

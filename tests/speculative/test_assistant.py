@@ -157,7 +157,9 @@ quick_speculate = jax.jit(
 )
 
 
-@each_drafter
+@pytest.mark.parametrize(
+    "name", [pytest.param("drafter_dense", marks=pytest.mark.slow), "drafter_e2b"], scope="session"
+)
 def test_the_loop_gives_the_plain_tokens_and_the_drafter_sees_a_clean_past(name):
     """Whatever was rejected before, proposals are those after a fresh prefill of as much text."""
     assistant, m, _ = drafter(name)

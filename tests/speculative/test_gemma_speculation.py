@@ -110,7 +110,10 @@ def small_gemma():
     return carat.load(FIXTURES / "dense_31b_like", progress=False)
 
 
-@pytest.mark.parametrize("source", ["ngram", "drafter_dense", "dense_31b_like"])
+@pytest.mark.parametrize(
+    "source",
+    ["ngram", "drafter_dense", pytest.param("dense_31b_like", marks=pytest.mark.slow)],
+)
 def test_every_kind_of_drafter_that_can_be_loaded(small_gemma, source):
     path = source if source == "ngram" else FIXTURES / source
     drafter = carat.load_drafter(path, small_gemma, progress=False)

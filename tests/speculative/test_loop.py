@@ -12,7 +12,7 @@ import scipy.special
 import scipy.stats
 import scripted_model
 import small_model
-from fixture_models import LOGITS, NAMES, model
+from fixture_models import LOGITS, model, quick_for
 from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, chain
 
@@ -218,7 +218,7 @@ def test_one_prompt_alone():
             got.assert_same_text(expected.of_row(row))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@quick_for("dense_31b_like")
 def test_the_text_is_the_stored_one(name):
     """Of every kind of model: with per-layer inputs and borrowed keys, keys that are values, a
     mixture of experts. Prompt and continuation are cut at four places; the rings wrap while
@@ -292,6 +292,7 @@ def test_k_may_change_from_call_to_call(right):
             assert counts.accepted.tolist() == [2 * stood] * 4 or counts is got.counted[-1]
 
 
+@pytest.mark.slow
 def test_a_drafter_with_a_cache_misses_nothing_while_nobody_asks_it():
     """The model itself is right at once when its guesses are wanted again."""
     drafter = Model(small_model.params(), CONFIG)
