@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src.mesh import AbstractDevice  # no public name yet: imported nowhere else
+from jax._src.mesh import AbstractDevice  # no public name yet
 from jax.sharding import AbstractMesh, AxisType
 
 H200 = AbstractMesh(

@@ -8,10 +8,10 @@ what is read next, so that device memory does not wait for the next kernel to st
 31B's gate and up are 462 MB a layer, 98.6 µs at 4.69 TB/s; on 8 rows that is 7.4 GFLOP, nothing
 to the matrix units. Predicted: floor + 3 µs for start and tail. Measured on an H200 within a
 decode step: 105 µs (XLA's kernel 101), down 53.7 (53.1 with its sum), query/key/value 40.7 (40.5),
-output 22.5 (22.1). So it is not there for speed alone: see docs/kernels.md.
+output 22.5 (22.1). So it is not there for speed: see docs/kernels.md.
 
 Row independence: where a block begins depends on D, F and the device alone, and wgmma adds up in
-the order of D. So a row's bits are the same for any number of rows.
+the order of D. So a row's bits are the same for any number of rows that it takes.
 """
 
 import functools
@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
+from jax._src.lib.mlir.dialects import llvm  # no public name yet
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
 from pallas_kernels import l2_prefetch
