@@ -30,7 +30,7 @@ def convert(
       source: a checkpoint folder, as for `load_params`.
       destination: a folder that does not exist, or is empty.
       dtype: "bfloat16" or "float32"; None = what the source's config.json says.
-      progress: show a bar on a terminal.
+      progress: show a bar on a terminal or in a notebook.
 
     Raises:
       FileExistsError: the destination is a file, or has something in it.

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax import lax
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from carat_jax import display
 from carat_jax.checkpoint import orbax_store
 from carat_jax.checkpoint.errors import CheckpointError, misfit
 from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, Part, Recipe, recipes, unused
@@ -45,7 +46,7 @@ def load_params(path: str | Path, config: GemmaConfig, *, progress: bool = True)
     Args:
       path: the folder.
       config: what its `config.json` says; `dataclasses.replace(config, dtype=…)` to convert.
-      progress: show a bar on a terminal.
+      progress: show a bar, on a terminal or in a notebook, if it takes more than a second.
 
     Raises:
       FileNotFoundError: no folder, or no weights in it.
@@ -183,8 +184,8 @@ def _read(plan: Plan, config: GemmaConfig, progress: bool) -> Params:
         for piece in _pieces(path, recipe, part, info)
     ]
     leaves: dict[str, jax.Array] = {}
-    with tqdm(total=sum(piece.nbytes for piece in pieces), unit="B", unit_scale=True,
-              desc="loading weights", disable=None if progress else True) as bar:  # fmt: skip
+    total = sum(piece.nbytes for piece in pieces)
+    with display.progress_bar(total, "loading weights", progress) as bar:
         blocks = _read_ahead(pieces, bar)
         for path, own in itertools.groupby(blocks, lambda block: block[0].path):
             leaves[path] = _assemble(plan[path][0], own, jnp.dtype(config.dtype))
