@@ -47,9 +47,9 @@ class Stats:
         return f"Stats({', '.join(f'{k}={_short(v)}' for k, v in known.items() if v is not None)})"
 
     def _repr_html_(self) -> str:
-        return display.page("Stats", self.html())
+        return display.page("Stats", self._table())
 
-    def html(self) -> display.Html:
+    def _table(self) -> display.Html:
         """The table, without a heading."""
         rate = f" ({1 / self.tpot_s:,.0f} tokens/s)" if self.tpot_s else ""
         rows: dict[str, Any] = {
@@ -112,7 +112,7 @@ class Generation:
             "log-probability": self.logprobs and f"{np.mean(self.logprobs):.2f} a token",
         }
         thought = [] if self.thinking is None else [display.text(self.thinking)]
-        parts = [*thought, display.text(self.text), display.fields(counted), self.stats.html()]
+        parts = [*thought, display.text(self.text), display.fields(counted), self.stats._table()]
         return display.page("Generation", *parts)
 
 
