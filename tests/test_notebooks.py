@@ -27,7 +27,6 @@ def compiled_once(monkeypatch, pytestconfig):
     folder = pytestconfig.cache.mkdir("notebooks-xla")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def read(file: Path) -> NotebookNode:
