@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def execute(file: Path) -> NotebookNode:
-    """The notebook with the outputs of a run in its own folder, with this checkout's modules.
+    """The notebook with its outputs: run on the CPU, in its folder, with this checkout's modules.
 
     Raises:
       CellExecutionError: a cell fails.
@@ -49,7 +49,7 @@ def execute(file: Path) -> NotebookNode:
         record_timing=False,
     )
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    client.execute(env=os.environ | {"PYTHONPATH": path})
+    client.execute(env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"})
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = _lasting(cell.outputs)
