@@ -7,7 +7,7 @@ on its narrow one (8 wide in decode), so that few rows waste no work.
 31B's gate and up are 462 MB a layer, 98.6 µs at 4.69 TB/s; on 8 rows that is 7.4 GFLOP, nothing
 to the matrix units. Predicted: floor + 3 µs for start and tail. Measured on an H200 within a
 decode step: 105 µs (XLA's kernel 101), down 53.7 (53.1 with its sum), query/key/value 40.7 (40.5),
-output 22.5 (22.1). So it is not there for speed: see docs/kernels.md.
+output 22.5 (22.1). The stream is what holds it up: docs/kernels.md. So it is not there for speed.
 
 Row independence: where a block begins depends on D, F and the device alone, and wgmma adds up in
 the order of D. So a row's bits are the same for any number of rows that it takes.
