@@ -167,10 +167,11 @@ class Engine:
     def snapshot(self, prompt: Prompt) -> Past:
         """Reads a beginning that many prompts share, a system prompt say, and keeps its state.
 
-        Prompts that begin with these ids go on from there, until it is given to `release`.
+        Prompts that begin with these ids go on from there, until it is given to `release`. It is
+        read before the prompts that wait, chunk by chunk: those that generate go on meanwhile.
         """
         ids = self.gemma.checked([prompt], {"max_new_tokens": 1}, self.max_context)[0][0]
-        return self._call(lambda: self._scheduler.snapshot(ids))
+        return self._call(lambda: self._scheduler.snapshot(ids)).result()
 
     def release(self, snapshot: Past) -> None:
         """Gives up a snapshot and its memory."""
