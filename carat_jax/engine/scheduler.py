@@ -94,8 +94,8 @@ class Scheduler:
         self.snapshots: deque[tuple[list[int], Future]] = deque()
         self.reading: Reading | None = None
         self.rows = Rows(params, config, slots, speculation)
-        chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
-        self._reader = Reader(params, config, max_context, chunks, speculation)
+        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+        self._reader = Reader(params, config, max_context, self.chunks, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
         self._admitted: list[Admitted] = []
