@@ -174,7 +174,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for drafter, speculation in drafters.items():
         for slots in args.slots:
             with Engine(model, slots=slots, **sizes, **speculation) as engine:
+                report.say(f"{slots} slots, drafter {drafter}: compiles")
                 engine.warm_up(**AS_ASKED)
+                report.say("runs")
                 before = reused_tokens(engine)
                 ask = functools.partial(ask_engine, engine)
                 rows.append(measure(f"{slots} slot{'s' * (slots > 1)}", drafter, slots, ask))
