@@ -21,12 +21,10 @@ class MLP(nn.Module):
         self.gate_up = weight(self, "gate_up", (D, 2, self.width), self.config)
         self.down = weight(self, "down", (self.width, D), self.config)
 
-    def __call__(self, x: jax.Array, next_weight: jax.Array | None) -> jax.Array | PartialSums:
-        """[B, T, D] -> [B, T, D]; `next_weight` is what is read after this."""
-        y = linear(x, self.gate_up, prefetch=self.down, partial=True)
-        return linear(
-            gated_gelu(y, prefetch=self.down), self.down, prefetch=next_weight, partial=True
-        )
+    def __call__(self, x: jax.Array) -> jax.Array | PartialSums:
+        """[B, T, D] -> [B, T, D]."""
+        y = linear(x, self.gate_up, partial=True)
+        return linear(gated_gelu(y), self.down, partial=True)
 
 
 class Experts(nn.Module):

@@ -21,7 +21,6 @@ def linear(
     out: DTypeLike | None = None,
     *,
     transposed: bool = False,
-    prefetch: jax.Array | None = None,
     partial: bool = False,
 ) -> jax.Array | PartialSums:
     """x [..., D] times w [D, ...]: the last axis of x against the first of w.
@@ -32,15 +31,12 @@ def linear(
 
     Args:
       transposed: w is [F, D].
-      prefetch: the weights that are read next.
       partial: whoever reads the result takes it in pieces, too.
     """
     D = x.shape[-1]
     rows = x.astype(w.dtype).reshape(-1, D)
     flat = w if transposed else w.reshape(D, -1)
-    y = skinny_matmul(
-        rows, flat, out=out or w.dtype, transposed=transposed, prefetch=prefetch, partial=partial
-    )
+    y = skinny_matmul(rows, flat, out=out or w.dtype, transposed=transposed, partial=partial)
     return y.reshape(*x.shape[:-1], *(w.shape[:1] if transposed else w.shape[1:]))
 
 

@@ -87,7 +87,7 @@ class Block(nn.Module):
         c = self.config
         add = functools.partial(residual_norm, eps=c.rms_norm_eps)
         with jax.named_scope("attention"):
-            a, kv, keys = self.attention(x, self.mlp.gate_up, angles, step, kv, lent)
+            a, kv, keys = self.attention(x, angles, step, kv, lent)
             h, x = add(
                 h,
                 a,
@@ -96,7 +96,7 @@ class Block(nn.Module):
                 prefetch=self.mlp.gate_up,
             )
         with jax.named_scope("feed_forward"):
-            y = self.mlp(x, next_weight)
+            y = self.mlp(x)
             if c.num_experts:
                 y = summed(y)
                 m = self.experts(self._norm(h, self.pre_feedforward_layernorm_2), h)
