@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from fixture_models import QUICK
 from test_sampling import warped
 
 from carat_jax import sampling
@@ -34,7 +33,6 @@ FIRST, SECOND, THIRD = (draw.standard_normal(s).astype(np.float32) for s in (V, 
 GUESS, NEXT_GUESS = FIRST[::-1] * 1.5, SECOND + draw.standard_normal((V, V)).astype(np.float32)
 
 accept = jax.jit(lambda rule, *arguments: rule.accept(*arguments))
-accept_few = jax.jit(lambda rule, *arguments: rule.accept(*arguments), compiler_options=QUICK)
 
 
 @functools.cache
@@ -228,7 +226,7 @@ def test_typical_acceptance_is_that_of_its_formula(options, thresholds):
     greedy = options is None
     given = settings(ROWS, greedy=greedy, **{"temperature": 0.0, "top_k": 1} if greedy else options)
     rule = Typical(epsilon=jnp.float32(epsilon), delta=jnp.float32(delta))
-    verdict = accept_few(rule, MANY, Proposal(GUESSES), given, POSITION)
+    verdict = accept(rule, MANY, Proposal(GUESSES), given, POSITION)
     expected = typical_in_numpy(PLAIN | (options or {}), epsilon, delta)
     np.testing.assert_array_equal(verdict.accepted, expected)
     assert len(set(expected.tolist())) > 1
@@ -236,7 +234,7 @@ def test_typical_acceptance_is_that_of_its_formula(options, thresholds):
     if greedy:  # beside rows that draw, a row at temperature 0 gets the same
         mixed = dataclasses.replace(given, greedy=False)
         np.testing.assert_array_equal(
-            accept_few(rule, MANY, Proposal(GUESSES), mixed, POSITION).accepted, expected
+            accept(rule, MANY, Proposal(GUESSES), mixed, POSITION).accepted, expected
         )
 
 
@@ -247,7 +245,7 @@ def test_typical_acceptance_is_lossy():
     rule = Typical()
     assert (rule.epsilon, rule.delta) == (0.09, 0.3)
     rule = jax.tree.map(jnp.float32, rule)
-    verdict = accept_few(rule, logits, Proposal(tokens), settings(ROWS), POSITION)
+    verdict = accept(rule, logits, Proposal(tokens), settings(ROWS), POSITION)
     np.testing.assert_array_equal(verdict.accepted, 3)
 
 
@@ -272,9 +270,7 @@ def test_forced_acceptance_has_the_stated_rates():
     rates = [0.9, 0.4]
     tokens = np.zeros((N, K), np.int32)
     logits = target_logits(*tokens.T)
-    verdict = accept_few(
-        Forced.at_rates(rates), logits, Proposal(tokens), settings(), np.full(N, 9)
-    )
+    verdict = accept(Forced.at_rates(rates), logits, Proposal(tokens), settings(), np.full(N, 9))
     accepted, out = emitted(verdict, tokens)
     for i, rate in enumerate(rates):
         assert (accepted > i).mean() == pytest.approx(rate, abs=0.006)
@@ -289,4 +285,4 @@ def test_forced_acceptance_that_cannot_be():
         with pytest.raises(ValueError, match=r"each must be in \[0, 1\], none above the last"):
             Forced.at_rates(rates)
     with pytest.raises(ValueError, match=r"probabilities \(2,\) must be \[K\] = \[3\]"):
-        accept_few(Forced.at_rates([1, 1]), MANY, Proposal(GUESSES), settings(ROWS), POSITION)
+        accept(Forced.at_rates([1, 1]), MANY, Proposal(GUESSES), settings(ROWS), POSITION)
