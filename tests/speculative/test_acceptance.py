@@ -32,7 +32,12 @@ draw = np.random.default_rng(0)
 FIRST, SECOND, THIRD = (draw.standard_normal(s).astype(np.float32) for s in (V, (V, V), (V, V)))
 GUESS, NEXT_GUESS = FIRST[::-1] * 1.5, SECOND + draw.standard_normal((V, V)).astype(np.float32)
 
-accept = jax.jit(lambda rule, *arguments: rule.accept(*arguments))
+accept_few = jax.jit(lambda rule, *arguments: rule.accept(*arguments))
+# For N rows faster code is worth its compilation.
+accept = jax.jit(
+    lambda rule, *arguments: rule.accept(*arguments),
+    compiler_options={"xla_backend_optimization_level": 1},
+)
 
 
 @functools.cache
@@ -226,7 +231,7 @@ def test_typical_acceptance_is_that_of_its_formula(options, thresholds):
     greedy = options is None
     given = settings(ROWS, greedy=greedy, **{"temperature": 0.0, "top_k": 1} if greedy else options)
     rule = Typical(epsilon=jnp.float32(epsilon), delta=jnp.float32(delta))
-    verdict = accept(rule, MANY, Proposal(GUESSES), given, POSITION)
+    verdict = accept_few(rule, MANY, Proposal(GUESSES), given, POSITION)
     expected = typical_in_numpy(PLAIN | (options or {}), epsilon, delta)
     np.testing.assert_array_equal(verdict.accepted, expected)
     assert len(set(expected.tolist())) > 1
@@ -234,7 +239,7 @@ def test_typical_acceptance_is_that_of_its_formula(options, thresholds):
     if greedy:  # beside rows that draw, a row at temperature 0 gets the same
         mixed = dataclasses.replace(given, greedy=False)
         np.testing.assert_array_equal(
-            accept(rule, MANY, Proposal(GUESSES), mixed, POSITION).accepted, expected
+            accept_few(rule, MANY, Proposal(GUESSES), mixed, POSITION).accepted, expected
         )
 
 
@@ -245,7 +250,7 @@ def test_typical_acceptance_is_lossy():
     rule = Typical()
     assert (rule.epsilon, rule.delta) == (0.09, 0.3)
     rule = jax.tree.map(jnp.float32, rule)
-    verdict = accept(rule, logits, Proposal(tokens), settings(ROWS), POSITION)
+    verdict = accept_few(rule, logits, Proposal(tokens), settings(ROWS), POSITION)
     np.testing.assert_array_equal(verdict.accepted, 3)
 
 
@@ -270,7 +275,9 @@ def test_forced_acceptance_has_the_stated_rates():
     rates = [0.9, 0.4]
     tokens = np.zeros((N, K), np.int32)
     logits = target_logits(*tokens.T)
-    verdict = accept(Forced.at_rates(rates), logits, Proposal(tokens), settings(), np.full(N, 9))
+    verdict = accept_few(
+        Forced.at_rates(rates), logits, Proposal(tokens), settings(), np.full(N, 9)
+    )
     accepted, out = emitted(verdict, tokens)
     for i, rate in enumerate(rates):
         assert (accepted > i).mean() == pytest.approx(rate, abs=0.006)
@@ -285,4 +292,4 @@ def test_forced_acceptance_that_cannot_be():
         with pytest.raises(ValueError, match=r"each must be in \[0, 1\], none above the last"):
             Forced.at_rates(rates)
     with pytest.raises(ValueError, match=r"probabilities \(2,\) must be \[K\] = \[3\]"):
-        accept(Forced.at_rates([1, 1]), MANY, Proposal(GUESSES), settings(ROWS), POSITION)
+        accept_few(Forced.at_rates([1, 1]), MANY, Proposal(GUESSES), settings(ROWS), POSITION)
