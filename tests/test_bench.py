@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import cli, compilation_cache, memory
 from carat_jax.bench import decode, random_model, report, speculative

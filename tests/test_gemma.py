@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import scripted_model
 from fixture_models import FOLDER
-from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, SIZE, TOKENIZER, chain
 
 import carat_jax as carat

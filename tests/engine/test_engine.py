@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 import scripted_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import generate
 from carat_jax.engine import Cancelled, Engine, QueueFull, Request

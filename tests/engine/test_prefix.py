@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import generate
 from carat_jax.engine import Cancelled

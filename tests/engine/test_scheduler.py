@@ -12,7 +12,6 @@ import scripted_model
 import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick_compilation import quick_compilation  # noqa: F401
 
 import carat_jax as carat
 from carat_jax import generate
