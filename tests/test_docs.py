@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from quick_compilation import quick_compilation  # noqa: F401
 
 import carat_jax as carat
 from carat_jax import cli, compilation_cache
