@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax import generate
+from carat_jax import generate, sharding
 from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.metrics import Metrics, tpot_s
@@ -107,6 +107,7 @@ class Scheduler:
             begin = functools.partial(speculation.drafter.init, config, 1, max_context)
             jax.eval_shape(begin)  # for what it refuses
         self.params = params
+        self._mesh = sharding.mesh_of(params)
         self.config = config
         self.slots = slots
         self.max_context = max_context
@@ -171,13 +172,16 @@ class Scheduler:
         found = self.pasts.take(ids)
         self._make_room(self.rows.needed)
         if found is None:
-            found = Past(np.zeros(0, int), init_state(self.config, 1, self.max_context), written=0)
+            kv = init_state(self.config, 1, self.max_context, mesh=self._mesh)
+            found = Past(np.zeros(0, int), kv, written=0)
         count = len(found.ids)
         hidden = jnp.zeros((1, self.config.hidden_size), jnp.dtype(self.config.dtype))
+        hidden = sharding.place(hidden, self._mesh)
         drafting = None
         if self.speculation is not None:
             drafter = self.speculation.drafter
             drafting = drafter.init(self.config, 1, self.max_context)
+            drafting = sharding.place(drafting, self._mesh)
             # Drafters cannot go back, and are small: they read from the beginning.
             for tokens, new in generate.prefill_pieces([ids[:count]], self.chunks) if count else ():
                 drafting = read_prompt(drafter, drafting, tokens, new)
@@ -209,7 +213,7 @@ class Scheduler:
             self.params, self.config, reading.hidden, reading.kv, controls
         )
         admitted.written = reading.written
-        last = self._take(admitted, jax.device_get(first), 0)
+        last = self._take(admitted, sharding.fetch(first), 0)
         if last is not None:
             self._end(admitted, last, reading.kv)
             return
