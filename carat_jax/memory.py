@@ -1,13 +1,16 @@
 """How much memory a model and its state take, and the time it takes to read them."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import Mesh
 
 from carat_jax import sharding
 from carat_jax.config import ConfigError, GemmaConfig
+from carat_jax.generate import MIN_CAPACITY
 from carat_jax.kv_state import RingKV, abstract_state, state_bytes
 from carat_jax.model import abstract_params, param_bytes
 from carat_jax.sharding import AnyMesh
@@ -39,31 +42,39 @@ def memory_estimate(
 
 
 def check_fits(config: GemmaConfig, mesh: Mesh | None) -> None:
-    """Refuses weights that are larger than the memory of a device, before anything is read.
+    """Refuses a model that the memory of its devices cannot hold, before anything is read.
 
     Raises:
-      ValueError: they are; the message says how many devices would do.
+      ValueError: weights and the smallest state are larger than that; the message says how many
+        devices would do.
       ConfigError: a mesh that the model cannot be cut for.
     """
+    needed = _smallest(config, mesh)
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    needed = param_bytes(config, mesh)
-    if limit is None or needed < limit:
+    if limit is None or needed <= limit:
         return
+    enough = (n for n in _possible(config) if _smallest(config, sharding.planned(n)) <= limit)
+    advice = next((f"take {n} (carat.mesh(model={n}), --devices {n})" for n in enough), None)
     n = sharding.shards(mesh)
-    enough = (m for m in (2, 4, 8, 16, 32) if m > n and _weights_on(config, m) < limit)
-    more = next((f"carat.mesh(model={m}) or --devices {m}" for m in enough), "a smaller model")
     raise ValueError(
-        f"the weights take {needed / 1e9:.1f} GB on {'the' if n == 1 else 'each'} device, and it "
-        f"has {limit / 1e9:.1f} GB: take {more}"
+        f"weights and the smallest state take {needed / 1e9:.2f} GB on "
+        f"{'the device' if n == 1 else f'each of {n} devices'}, which has {limit / 1e9:.2f} GB: "
+        f"{advice or 'no number of such devices is enough, choose a smaller model'}"
     )
 
 
-def _weights_on(config: GemmaConfig, devices: int) -> float:
-    try:
-        return param_bytes(config, sharding.planned(devices))
-    except ConfigError:
-        return math.inf
+def _smallest(config: GemmaConfig, mesh: AnyMesh | None) -> int:
+    context = min(MIN_CAPACITY, config.max_position_embeddings)
+    return memory_estimate(config, 1, context, mesh=mesh)
+
+
+def _possible(config: GemmaConfig) -> Iterator[int]:
+    """Numbers of devices that the model can be cut for, from 2 on."""
+    for n in range(2, config.num_attention_heads + 1):
+        with contextlib.suppress(ConfigError):
+            sharding.check(config, sharding.planned(n))
+            yield n
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,9 +109,10 @@ class Block(nn.Module):
             if not c.num_experts:
                 (y,) = total(self.shards, h.dtype, y)
             else:
+                y = summed(y)
                 m = self.experts(self._norm(h, self.pre_feedforward_layernorm_2), h)
                 y, m = total(self.shards, h.dtype, y, m)
-                y = self._norm(summed(y), self.post_feedforward_layernorm_1)
+                y = self._norm(y, self.post_feedforward_layernorm_1)
                 y = y + self._norm(m.astype(h.dtype), self.post_feedforward_layernorm_2)
         w = self.post_feedforward_layernorm
         if per_layer_input is not None:

@@ -87,7 +87,13 @@ def mesh(
 
 
 def planned(model: int) -> AbstractMesh:
-    """A mesh without devices, to ask what each would hold."""
+    """A mesh without devices, to ask what each would hold.
+
+    Raises:
+      ValueError: a number below 1.
+    """
+    if model < 1:
+        raise ValueError(f"{model} devices: it must be at least 1")
     return AbstractMesh((1, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
 
 
