@@ -1,6 +1,6 @@
 """One of two processes that run a model together; prints the tokens of two rows as JSON.
 
-    python one_of_two.py PORT PROCESS DATA MODEL
+python one_of_two.py PORT PROCESS DATA MODEL NEW_TOKENS
 """
 
 import json
@@ -16,7 +16,7 @@ from carat_jax.speculative import Ngram
 FOLDER = Path(__file__).parents[1] / "fixtures" / "dense_31b_like"
 
 
-def main(port: str, process: str, data: str, model: str) -> None:
+def main(port: str, process: str, data: str, model: str, new: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_disable_most_optimizations", True)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
@@ -24,8 +24,8 @@ def main(port: str, process: str, data: str, model: str) -> None:
     assert {d.process_index for d in mesh.devices.flat} == {0, 1}
     gemma = carat.load(FOLDER, mesh=mesh, progress=False)
     ids = np.load(FOLDER / "expected.npz")["prompt_ids"]
-    options = {"max_new_tokens": 12, "temperature": 0, "stop_token_ids": []}
-    rows = gemma.generate([ids, ids[:20]], drafter=Ngram(), **options)
+    options = {"max_new_tokens": int(new), "temperature": 0, "stop_token_ids": []}
+    rows = gemma.generate([ids, ids], drafter=Ngram() if int(new) > 1 else None, **options)
     print(json.dumps([row.tokens for row in rows]))
 
 
