@@ -111,7 +111,6 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        next_weight: jax.Array,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
         kv: LayerKV | None,
@@ -121,7 +120,6 @@ class Attention(nn.Module):
 
         Args:
           x: normed residual.
-          next_weight: what is read after this.
           angles: cosine and sine from `rope.angles` for this layer's type.
           step: where the T positions sit.
           kv: this layer's own cache, or None (no state, or a borrowing layer).
@@ -135,7 +133,7 @@ class Attention(nn.Module):
         B, T, D = x.shape
         K, G, H = s.num_kv_heads, s.group, s.head_dim
         o = self.o.reshape(K * G * H, D)
-        y = linear(x, self.qkv, prefetch=o)
+        y = linear(x, self.qkv)
         unit = rms_norm(y, None, c.rms_norm_eps)  # one pass for all heads; float32 until RoPE
         q = (unit[:, :, :, :G] * self.q_norm.astype(jnp.float32)).reshape(B, T, K * G, H)
         if s.owns_kv:
@@ -144,7 +142,7 @@ class Attention(nn.Module):
         else:
             keys = lent
         out = self._attend(q, keys, angles, step).reshape(B, T, K * G * H)
-        return linear_share(out, o, self.shards, prefetch=next_weight), kv, keys
+        return linear_share(out, o, self.shards), kv, keys
 
     def _keys(self, k: jax.Array, v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
         """Turns the new positions' keys: normed k, v [B, T, K, H] to [B, K, T, width] each."""

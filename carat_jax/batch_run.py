@@ -132,6 +132,9 @@ class BatchRun:
         params, config, spec = self.params, self.config, self.speculation
         batch, drafting = len(self.prompts), None
         mesh = sharding.mesh_of(params)
+        if spec is not None:
+            drafter = sharding.everywhere(spec.drafter, mesh)
+            self.speculation = spec = dataclasses.replace(spec, drafter=drafter)
         self.state = init_state(config, batch, self.slots, mesh=mesh)
         if spec is not None:
             drafting = sharding.place(spec.drafter.init(config, batch, self.slots), mesh)

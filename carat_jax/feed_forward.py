@@ -26,11 +26,10 @@ class MLP(nn.Module):
         self.gate_up = weight(self, "gate_up", (D, 2, self.width), self.config)
         self.down = weight(self, "down", (self.width, D), self.config)
 
-    def __call__(self, x: jax.Array, next_weight: jax.Array | None) -> jax.Array | PartialSums:
-        """[B, T, D] -> [B, T, D], for `total`; `next_weight` is what is read after this."""
-        y = linear(x, self.gate_up, prefetch=self.down, partial=True)
-        y = gated_gelu(y, prefetch=self.down)
-        return linear_share(y, self.down, self.shards, prefetch=next_weight)
+    def __call__(self, x: jax.Array) -> jax.Array | PartialSums:
+        """[B, T, D] -> [B, T, D], for `total`."""
+        y = linear(x, self.gate_up, partial=True)
+        return linear_share(gated_gelu(y), self.down, self.shards)
 
 
 class Experts(nn.Module):

@@ -22,7 +22,6 @@ def linear(
     out: DTypeLike | None = None,
     *,
     transposed: bool = False,
-    prefetch: jax.Array | None = None,
     partial: bool = False,
 ) -> jax.Array | PartialSums:
     """x [..., D] times w [D, ...]: the last axis of x against the first of w.
@@ -33,24 +32,18 @@ def linear(
 
     Args:
       transposed: w is [F, D].
-      prefetch: the weights that are read next.
       partial: whoever reads the result takes it in pieces, too.
     """
     D = x.shape[-1]
     rows = x.astype(w.dtype).reshape(-1, D)
     flat = w if transposed else w.reshape(D, -1)
-    y = skinny_matmul(
-        rows, flat, out=out or w.dtype, transposed=transposed, prefetch=prefetch, partial=partial
-    )
+    y = skinny_matmul(rows, flat, out=out or w.dtype, transposed=transposed, partial=partial)
     return y.reshape(*x.shape[:-1], *(w.shape[:1] if transposed else w.shape[1:]))
 
 
-def linear_share(
-    x: jax.Array, w: jax.Array, shards: int, *, prefetch: jax.Array | None
-) -> jax.Array | PartialSums:
+def linear_share(x: jax.Array, w: jax.Array, shards: int) -> jax.Array | PartialSums:
     """`linear` along an axis that is cut over devices: what one of them has of it, for `total`."""
-    out = None if shards == 1 else jnp.float32
-    return linear(x, w, out, prefetch=prefetch, partial=True)
+    return linear(x, w, None if shards == 1 else jnp.float32, partial=True)
 
 
 def total(

@@ -95,7 +95,7 @@ class Block(nn.Module):
         c = self.config
         add = functools.partial(residual_norm, eps=c.rms_norm_eps)
         with jax.named_scope("attention"):
-            a, kv, keys = self.attention(x, self.mlp.gate_up, angles, step, kv, lent)
+            a, kv, keys = self.attention(x, angles, step, kv, lent)
             (a,) = total(self.shards, h.dtype, a)
             h, x = add(
                 h,
@@ -105,7 +105,7 @@ class Block(nn.Module):
                 prefetch=self.mlp.gate_up,
             )
         with jax.named_scope("feed_forward"):
-            y = self.mlp(x, next_weight)
+            y = self.mlp(x)
             if not c.num_experts:
                 (y,) = total(self.shards, h.dtype, y)
             else:

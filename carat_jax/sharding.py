@@ -28,7 +28,7 @@ Numbers are added up over devices in float32 and rounded once, where one device 
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -200,10 +200,8 @@ def laid_out(shapes: Mapping[str, Any], mesh: AnyMesh, top: Mapping[str, P] = TO
             found[path] = (n, K * G // n, H, D)
             found[qkv] = (D, n, K * G // n + flat[qkv].shape[2] - G, H)
     placed = {
-        path: jax.ShapeDtypeStruct(
-            shape, flat[path].dtype, sharding=NamedSharding(mesh, _spec(path, top))
-        )
-        for path, shape in found.items()
+        path: _with_sharding(leaf, found[path], NamedSharding(mesh, _spec(path, top)))
+        for path, leaf in flat.items()
     }
     return MeshParams(traverse_util.unflatten_dict(placed, sep="/"), mesh)
 
@@ -218,10 +216,8 @@ def stored(shapes: Mapping[str, Any], mesh: AnyMesh, top: Mapping[str, P] = TOP)
             for heads in (path, _qkv(path)):
                 found[heads] = P() if flat[heads].shape[3] % n else LAST_OF_FOUR
     placed = {
-        path: jax.ShapeDtypeStruct(
-            flat[path].shape, flat[path].dtype, sharding=NamedSharding(mesh, spec)
-        )
-        for path, spec in found.items()
+        path: _with_sharding(leaf, leaf.shape, NamedSharding(mesh, found[path]))
+        for path, leaf in flat.items()
     }
     return traverse_util.unflatten_dict(placed, sep="/")
 
@@ -263,6 +259,10 @@ def _qkv(path: str) -> str:
     return path.removesuffix("o") + "qkv"
 
 
+def _with_sharding(leaf: Any, shape: tuple[int, ...], place: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=place)
+
+
 def _spec(path: str, top: Mapping[str, P]) -> P:
     return LAYER.get("/".join(path.split("/")[-2:])) or top.get(path) or P()
 
@@ -299,20 +299,24 @@ def place(tree: Any, mesh: Mesh | None) -> Any:
     What a jitted function gives back lies on the mesh. Were what it is given first to lie
     elsewhere, it would be compiled twice.
     """
+    return _put(tree, mesh, lambda x: rows(mesh, x.shape[0]) if x.ndim else P())
+
+
+def everywhere(tree: Any, mesh: Mesh | None) -> Any:
+    """Puts arrays that are not on the mesh on every device of it. None: as they are."""
+    return _put(tree, mesh, lambda _: P())
+
+
+def _put(tree: Any, mesh: Mesh | None, spec: Callable[[jax.Array], P]) -> Any:
     if mesh is None:
         return tree
 
     def put(x: jax.Array) -> jax.Array:
-        if isinstance(x.sharding, NamedSharding):
+        if isinstance(getattr(x, "sharding", None), NamedSharding):
             return x
-        return jax.device_put(x, NamedSharding(mesh, rows(mesh, x.shape[0]) if x.ndim else P()))
+        return jax.device_put(x, NamedSharding(mesh, spec(x)))
 
     return jax.tree.map(put, tree)
-
-
-def everywhere(x: jax.Array | None, mesh: Mesh) -> jax.Array | None:
-    """x on every device of the mesh."""
-    return None if x is None else jax.device_put(x, NamedSharding(mesh, P()))
 
 
 def fetch(tree: Any) -> Any:

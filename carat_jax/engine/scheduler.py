@@ -97,7 +97,7 @@ class Scheduler:
         speculation: Speculation | None,
         prefill_chunk: int,
     ) -> None:
-        """Raises ValueError for a speculation that does not fit; nothing is allocated."""
+        """Raises ValueError for a speculation that does not fit, before anything is allocated."""
         K = 0
         if speculation is not None:
             check_speculation(speculation, abstract_state(config, 1, max_context), config)
@@ -106,6 +106,8 @@ class Scheduler:
             K = speculation.num_proposals
             begin = functools.partial(speculation.drafter.init, config, 1, max_context)
             jax.eval_shape(begin)  # for what it refuses
+            drafter = sharding.everywhere(speculation.drafter, sharding.mesh_of(params))
+            speculation = dataclasses.replace(speculation, drafter=drafter)
         self.params = params
         self._mesh = sharding.mesh_of(params)
         self.config = config

@@ -13,15 +13,12 @@ IMPLEMENTATIONS = {"mosaic": mosaic.gated_gelu, "xla": xla.gated_gelu}
 def gated_gelu(
     y: jax.Array | PartialSums,
     *,
-    prefetch: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """gelu(gate) · up, with the tanh form of GELU.
 
     Args:
       y: [..., 2, F] gate, then up.
-      prefetch: an array that is read next; an implementation may bring some of it closer
-        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -33,4 +30,4 @@ def gated_gelu(
     """
     if y.ndim < 2 or y.shape[-2] != 2:
         raise ValueError(f"y {y.shape} must be [..., 2, F]")
-    return dispatch.run(IMPLEMENTATIONS, implementation, y, prefetch=prefetch)
+    return dispatch.run(IMPLEMENTATIONS, implementation, y)

@@ -19,6 +19,7 @@ from pallas_kernels.partial_sums import PartialSums, add_up
 
 MOST_ROWS = 64
 MOST_PARTS = 8  # warpgroups of a row
+WARPS = 4  # of a warpgroup
 PREFETCH = 12 * 1024 * 1024  # bytes; what device memory delivers in the kernel's time
 
 
@@ -77,9 +78,10 @@ def _launch(
     width = D // parts
     vector = next(v for v in (8, 4, 2) if width % (128 * v) == 0)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+    sum_up = _sum_of_a_warpgroup(layout) if interpret is None else lambda x, _: jnp.sum(x)
 
     def body(h_ref, y_ref, w_ref, next_ref, *refs):
-        *extra_refs, out_ref, normed_ref, sums, meet = refs
+        *extra_refs, out_ref, normed_ref, sums, warp_sums, meet = refs
         row, part = lax.axis_index("block"), lax.axis_index("part")
         own = pl.ds(part * width, width)
 
@@ -87,7 +89,7 @@ def _launch(
             return plgpu.load(ref, layout=layout).astype(jnp.float32)
 
         def norm(x, w, which):
-            total = jnp.sum(x * x)
+            total = sum_up(x * x, warp_sums.at[part])
             if parts > 1:  # every warpgroup adds up the sums of all, in the same order
                 sums[which, part] = total
                 plgpu.barrier_arrive(meet.at[which])
@@ -125,7 +127,23 @@ def _launch(
         thread_name="part",
         scratch_types=(
             plgpu.SMEM((2, parts), jnp.float32),
+            plgpu.SMEM((parts, WARPS), jnp.float32),
             plgpu.Barrier(num_barriers=2, num_arrivals=parts),
         ),
         interpret=interpret,
     )(h, y, w, next_w, *extra)
+
+
+def _sum_of_a_warpgroup(layout: Any) -> Any:
+    """sum_up(x of `layout`, scratch [WARPS] of shared memory) -> scalar.
+
+    `jnp.sum` gives all warpgroups of a block the same scratch memory, and no warning: one reads
+    what another has written.
+    """
+    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=scalar)
+    def sum_up(ctx, x, scratch):
+        return x.reduce("add", 0, scratch)
+
+    return sum_up

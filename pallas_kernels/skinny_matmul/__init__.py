@@ -18,7 +18,6 @@ def skinny_matmul(
     *,
     out: DTypeLike,
     transposed: bool = False,
-    prefetch: jax.Array | None = None,
     partial: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | PartialSums:
@@ -28,8 +27,6 @@ def skinny_matmul(
       x: [M, D].
       w: [D, F], like x; [F, D] if `transposed`.
       out: dtype of the result.
-      prefetch: an array that is read next; an implementation may bring some of it closer
-        meanwhile. Its values do not matter.
       partial: the result may stay in pieces, where an implementation makes them.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
@@ -52,6 +49,5 @@ def skinny_matmul(
         w,
         out=jnp.dtype(out),
         transposed=transposed,
-        prefetch=prefetch,
     )
     return y if partial else summed(y)

@@ -2,13 +2,12 @@
 
 One block to a multiprocessor streams its share of the matrix (`geometry.Cut`) through a ring of
 buffers in shared memory, beside the rows. The columns lie on wgmma's 64-wide side and the rows
-on its narrow one (8 wide in decode), so that few rows waste no work. At its end a block asks for
-what is read next, so that device memory does not wait for the next kernel to start.
+on its narrow one (8 wide in decode), so that few rows waste no work.
 
 31B's gate and up are 462 MB a layer, 98.6 µs at 4.69 TB/s; on 8 rows that is 7.4 GFLOP, nothing
 to the matrix units. Predicted: floor + 3 µs for start and tail. Measured on an H200 within a
 decode step: 105 µs (XLA's kernel 101), down 53.7 (53.1 with its sum), query/key/value 40.7 (40.5),
-output 22.5 (22.1). So it is not there for speed: see docs/kernels.md.
+output 22.5 (22.1). The stream is what holds it up: docs/kernels.md. So it is not there for speed.
 
 Row independence: where a block begins depends on D, F and the device alone, and wgmma adds up in
 the order of D. So a row's bits are the same for any number of rows that it takes.
@@ -28,14 +27,12 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
-from pallas_kernels import l2_prefetch
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
 
 MOST_ROWS = 64
 LEAST_WEIGHTS = 2**21  # below, a launch is all there is to it
-PREFETCH = 12 * 1024 * 1024  # bytes of what is read next, asked for at the end
 RING = 200 * 1024  # bytes of shared memory
 SWIZZLED = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128))
 
@@ -46,7 +43,6 @@ def skinny_matmul(
     *,
     out: DTypeLike,
     transposed: bool = False,
-    prefetch: jax.Array | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array | PartialSums:
@@ -74,9 +70,8 @@ def skinny_matmul(
     cut = Cut.of(D, F, cores)
     if M > 8 or interpret is not None:  # fewer rows are filled up with zeros by the copy itself
         x = jnp.pad(x, ((0, -M % 8), (0, 0)))
-    extra = [] if prefetch is None or interpret is not None else [prefetch]
     dtype = jnp.dtype(out) if cut.parts == 1 else jnp.dtype(jnp.float32)
-    parts = _launch(cut, M, dtype, transposed, interpret, x, w, *extra)
+    parts = _launch(cut, M, dtype, transposed, interpret, x, w)
     return parts[0] if cut.parts == 1 else PartialSums(parts, jnp.dtype(out))
 
 
@@ -90,14 +85,12 @@ def _launch(
     interpret: Any,
     x: jax.Array,
     w: jax.Array,
-    *extra: jax.Array,
 ) -> jax.Array:
     height = -(-M // 8) * 8
     tile = (COLUMNS, STEP) if transposed else (STEP, COLUMNS)
     stages = RING // ((height + COLUMNS) * STEP * 2)
 
-    def multiply_tiles(x_ref, w_ref, *refs):
-        *extra_refs, out_ref, x_ring, w_ring, full = refs
+    def multiply_tiles(x_ref, w_ref, out_ref, x_ring, w_ring, full):
         block = lax.axis_index("block")
         count = cut.count(block)
 
@@ -154,8 +147,6 @@ def _launch(
             return end
 
         lax.while_loop(lambda begin: begin < count, tile, jnp.int32(0))
-        for ref, array in zip(extra_refs, extra, strict=True):
-            l2_prefetch.prefetch(ref, array, cut.blocks, PREFETCH)
 
     return plgpu.kernel(
         multiply_tiles,
@@ -168,7 +159,7 @@ def _launch(
             plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         ),
         interpret=interpret,
-    )(x, w, *extra)
+    )(x, w)
 
 
 def _transposed(ref):

@@ -16,10 +16,8 @@ def skinny_matmul(
     *,
     out: DTypeLike,
     transposed: bool = False,
-    prefetch: jax.Array | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.skinny_matmul.skinny_matmul`."""
-    del prefetch
     M = x.shape[0]
     if M < 8 and w.size <= SMALL_MATRIX:
         x = jnp.pad(x, ((0, 8 - M), (0, 0)))

@@ -11,6 +11,8 @@ from pallas_kernels import PartialSums, Unsupported, residual_norm
 from pallas_kernels.residual_norm import IMPLEMENTATIONS, mosaic, xla
 
 EPS = 1e-6
+# On a GPU XLA leaves out the roundings in between, and it is XLA that the interpreter runs on.
+on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates the kernel")
 
 
 def inputs(rows: tuple[int, ...], D: int, dtype: str = "bfloat16", seed: int = 0) -> list:
@@ -55,6 +57,7 @@ def test_xla_against_float64(rows, dtype, scaled):
     assert_close(out, expected(*arrays, scale, dtype), dtype)
 
 
+@on_a_cpu
 @pytest.mark.parametrize("D", [256, 512, 1536], ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_mosaic_interpreted(D, scaled):
@@ -65,7 +68,7 @@ def test_mosaic_interpreted(D, scaled):
     assert_close(out, expected(*arrays, scale, "bfloat16"), "bfloat16")
 
 
-@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic", marks=on_a_cpu)])
 def test_a_product_in_pieces(implementation):
     h, y, w, next_w, _ = inputs((2,), 256)
     pieces = np.random.default_rng(1).standard_normal((2, *y.shape))
@@ -86,6 +89,9 @@ def test_mosaic_on_a_gpu(M, D):
     weights = jnp.ones((D, 4096), jnp.bfloat16)
     out = residual_norm(*arrays, eps=EPS, scale=scale, prefetch=weights, implementation="mosaic")
     assert_close(out, expected(*arrays, scale, "bfloat16"), "bfloat16")
+    for _ in range(20):  # warpgroups that race for memory do not do so every time
+        again = residual_norm(*arrays, eps=EPS, scale=scale, implementation="mosaic")
+        assert all((a == b).all() for a, b in zip(out, again, strict=True))
 
 
 @pytest.mark.parametrize("D", [5376, 3840, 2816, 2560, 1536])
