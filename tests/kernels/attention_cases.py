@@ -165,7 +165,7 @@ def jitted(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     make it fast.
     """
     quick = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
-    static = set(inspect.signature(op).parameters) & {"window", "implementation"}
+    static = set(inspect.signature(op).parameters) & {"window", "absent", "implementation"}
     on_cpu = jax.default_backend() == "cpu"
     return jax.jit(op, static_argnames=static, compiler_options=quick if on_cpu else None)
 
