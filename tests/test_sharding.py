@@ -102,14 +102,11 @@ def test_sizes_that_do_not_divide_are_named():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "devices", "kernels"),
-    [("31b", 2, 14), ("31b", 4, 14), ("31b", 8, 13), ("26b-a4b", 4, 12), ("e4b", 4, 18)],
+    ("name", "devices", "left_out"),
+    [("31b", 2, 0), ("31b", 4, 0), ("31b", 8, 1), ("26b-a4b", 4, 2), ("e4b", 4, 5)],
 )
-def test_a_step_is_lowered_with_its_kernels_for_several_h200s(name, devices, kernels):
-    """One layer of each kind: every sum of theirs in float32, and the kernels of one device."""
-    axes = (AxisType.Auto,) * 2
-    device = H200.abstract_device
-    mesh = AbstractMesh((1, devices), ("data", "model"), axis_types=axes, abstract_device=device)
+def test_a_step_is_lowered_with_its_kernels_for_several_h200s(name, devices, left_out):
+    """One layer of each kind. Products that become too small for a kernel are left to XLA."""
     kinds = (SLIDING, FULL)
     shared = kinds if PRESETS[name].num_kv_shared_layers else ()
     config = dataclasses.replace(
@@ -118,16 +115,19 @@ def test_a_step_is_lowered_with_its_kernels_for_several_h200s(name, devices, ker
         layer_types=kinds + shared,
         num_kv_shared_layers=len(shared),
     )
-    text = (
-        jax.jit(forward, static_argnames="config")
-        .trace(
-            abstract_params(config, mesh),
-            config,
-            jax.ShapeDtypeStruct((1, 1), jnp.int32),
-            abstract_state(config, 1, 8192, mesh=mesh),
+
+    def lowered(devices: int) -> str:
+        mesh = AbstractMesh(
+            (1, devices),
+            ("data", "model"),
+            axis_types=(AxisType.Auto,) * 2,
+            abstract_device=H200.abstract_device,
         )
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+        params, state = abstract_params(config, mesh), abstract_state(config, 1, 8192, mesh=mesh)
+        token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        traced = jax.jit(forward, static_argnames="config").trace(params, config, token, state)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    text, kernels = lowered(devices), "custom_call @mosaic_gpu"
     assert text.count("stablehlo.all_reduce") == 2 * config.num_hidden_layers + 1
-    assert text.count("custom_call @mosaic_gpu") == kernels
+    assert text.count(kernels) == lowered(1).count(kernels) - left_out
