@@ -7,7 +7,7 @@
 
 The functional level, for scripts that own the loop: `GemmaConfig`, `load_params`, `init_params`,
 `init_state`, `forward`, `generate_tokens`. Speculative decoding: `load_drafter`, `speculative`.
-Many generations at once: `Engine`.
+Many generations at once: `Engine`. More than one device: `mesh`.
 """
 
 from carat_jax import speculative
@@ -21,6 +21,7 @@ from carat_jax.kv_state import GlobalKV, KVState, RingKV, init_state
 from carat_jax.memory import memory_estimate
 from carat_jax.model import forward, init_params
 from carat_jax.options import GenerateOptions, OptionError
+from carat_jax.sharding import mesh
 
 __version__ = "0.1.0"
 
@@ -47,5 +48,6 @@ __all__ = [
     "load_drafter",
     "load_params",
     "memory_estimate",
+    "mesh",
     "speculative",
 ]

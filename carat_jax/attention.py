@@ -11,7 +11,7 @@ from jax import lax
 from carat_jax import kv_state, rope
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.kv_state import GlobalKV, KVState, LayerKV, RingKV
-from carat_jax.layers import linear, rms_norm, weight
+from carat_jax.layers import linear, linear_share, rms_norm, weight
 from pallas_kernels import PartialSums, global_attention, prefill_attention, ring_attention
 
 MAX_DECODE_TOKENS = 16  # new positions a step may verify; longer inputs are prefilled
@@ -90,10 +90,13 @@ class Attention(nn.Module):
       qkv [D, K, x, H]: the G query heads of a KV head, then its key, then its value, so that a
         cut along K never splits a group.
       o [K, G, H, D], q_norm [H], k_norm [H].
+
+    On a mesh a device has `spec.share` of the heads, and its output is a share of the sum.
     """
 
     config: GemmaConfig
     spec: LayerSpec
+    shards: int = 1
 
     def setup(self) -> None:
         c, s = self.config, self.spec
@@ -123,8 +126,8 @@ class Attention(nn.Module):
           lent: the keys and values that a borrowing layer reads, as its donor returned them.
 
         Returns:
-          output [B, T, D]; the updated cache (None where none was given); the keys and values
-          attended to.
+          output [B, T, D], for `total`; the updated cache (None where none was given); the keys
+          and values attended to.
         """
         c, s = self.config, self.spec
         B, T, D = x.shape
@@ -139,7 +142,7 @@ class Attention(nn.Module):
         else:
             keys = lent
         out = self._attend(q, keys, angles, step).reshape(B, T, K * G * H)
-        return linear(out, o, partial=True), kv, keys
+        return linear_share(out, o, self.shards), kv, keys
 
     def _keys(self, k: jax.Array, v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
         """Turns the new positions' keys: normed k, v [B, T, K, H] to [B, K, T, width] each."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from carat_jax import display, generate
+from carat_jax import display, generate, sharding
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import DECODE_STEPS
 from carat_jax.generation import Generation, SpeculationTally, Stats
@@ -133,10 +133,15 @@ class BatchRun:
         """Prefills and chooses the first token."""
         params, config, spec = self.params, self.config, self.speculation
         batch, drafting = len(self.prompts), None
-        self.state = init_state(config, batch, self.slots)
+        mesh = sharding.mesh_of(params)
         if spec is not None:
-            drafting = spec.drafter.init(config, batch, self.slots)
+            drafter = sharding.everywhere(spec.drafter, mesh)
+            self.speculation = spec = dataclasses.replace(spec, drafter=drafter)
+        self.state = init_state(config, batch, self.slots, mesh=mesh)
+        if spec is not None:
+            drafting = sharding.place(spec.drafter.init(config, batch, self.slots), mesh)
         last = jnp.zeros((batch, config.hidden_size), jnp.dtype(config.dtype))
+        last = sharding.place(last, mesh)
         for tokens, new in generate.prefill_pieces(self.prompts):
             last, self.state = generate.prefill_chunk(params, config, tokens, self.state, new, last)
             if spec is not None:
@@ -189,7 +194,7 @@ class BatchRun:
 
     def _learn(self, pending: Pending) -> None:
         """Fetches what came of a call, and tells the policy."""
-        pending.counts = counts = jax.device_get(pending.counts)
+        pending.counts = counts = sharding.fetch(pending.counts)
         self.policy.observe(
             pending.call,
             tries=int(counts.rounds.sum()),
@@ -200,7 +205,7 @@ class BatchRun:
 
     def _collect(self, pending: Pending) -> list[list[int]]:
         """Fetches tokens and adds them to the rows; returns what each row took."""
-        out = jax.device_get(pending.tokens)
+        out = sharding.fetch(pending.tokens)
         now = time.perf_counter()
         if pending.call is not None:
             if not pending.call.timed:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from carat_jax import checkpoint, compilation_cache, gemma, memory
+from carat_jax import checkpoint, compilation_cache, gemma, memory, sharding
 from carat_jax.bench import BENCHMARKS, report
 from carat_jax.checkpoint.convert import convert
 from carat_jax.config import PRESETS, GemmaConfig
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="carat COMMAND --help tells more.\n\nexamples:\n"
         '  carat generate "def "                     continue text with the bundled model\n'
         "  carat chat --model google/gemma-4-E2B-it  talk to a model from the hub\n"
-        "  carat info 31b                            sizes, memory and bandwidth floor\n"
+        "  carat info 31b --devices 2                sizes, memory and bandwidth floor\n"
         "  carat convert FOLDER CONVERTED            a checkpoint in the engine's layout\n"
         "  carat bench decode --config 31b           time of a decode step on this device\n"
         "  carat bench serving --rate 2              throughput and latency of many requests\n",
@@ -132,6 +133,7 @@ def _add_info(commands: Any) -> None:
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences at once (default 1)"
     )
+    _add_devices(parser, "plan for a model cut over N devices, which need not be here (default 1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_info)
 
@@ -150,6 +152,7 @@ def _add_convert(commands: Any) -> None:
         choices=["bfloat16", "float32"],
         help="type of the weights written (default: the source's)",
     )
+    _add_devices(parser, "hold the weights on N devices together meanwhile (default 1)")
     parser.set_defaults(run=_convert)
 
 
@@ -187,6 +190,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=["bfloat16", "float32"],
         help="type to compute in (default: the checkpoint's)",
     )
+    _add_devices(parser, "cut the model over N devices (default 1)")
+
+
+def _add_devices(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help=what)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -255,7 +263,13 @@ def _num_proposals(text: str) -> NumProposals:
 
 
 def _load(args: argparse.Namespace) -> gemma.Gemma:
-    return gemma.load(args.model, max_context=args.max_context, dtype=args.dtype)
+    return gemma.load(
+        args.model, max_context=args.max_context, dtype=args.dtype, mesh=_mesh(args.devices)
+    )
+
+
+def _mesh(devices: int) -> Mesh | None:
+    return None if devices == 1 else sharding.mesh(model=devices)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -319,16 +333,17 @@ def _info(args: argparse.Namespace) -> None:
         config = GemmaConfig.preset(args.model)
     else:
         config = GemmaConfig.from_json(checkpoint.resolve(args.model, weights=False))
+    mesh = sharding.planned(args.devices)
     device = jax.devices()[0]
     bandwidth = memory.READ_BANDWIDTH.get(device.device_kind)
     contexts, limit = [], config.max_position_embeddings
     for context in [n for n in (8192, 32_768, 131_072, 262_144) if n < limit] + [limit]:
-        read = memory.step_bytes(config, args.batch, context)
+        read = memory.step_bytes(config, args.batch, context, mesh)
         contexts.append(
             {
                 "context": context,
-                "state_bytes": state_bytes(config, args.batch, context),
-                "total_bytes": memory.memory_estimate(config, args.batch, context),
+                "state_bytes": state_bytes(config, args.batch, context, mesh=mesh),
+                "total_bytes": memory.memory_estimate(config, args.batch, context, mesh=mesh),
                 "read_bytes_per_step": read.total,
                 "floor_ms": 1e3 * read.floor_s(bandwidth) if bandwidth else None,
             }
@@ -337,6 +352,8 @@ def _info(args: argparse.Namespace) -> None:
         "model": args.model,
         "parameters": num_params(config),
         "weight_bytes": param_bytes(config),
+        "devices": args.devices,
+        "weight_bytes_per_device": param_bytes(config, mesh),
         "batch": args.batch,
         "device": device.device_kind,
         "read_bandwidth": bandwidth,
@@ -377,11 +394,18 @@ def _info_text(info: dict[str, Any]) -> str:
         told = f"floor: the time to read that once, on the {info['device']} found here"
     else:
         told = f"floor: unknown, the read bandwidth of this device ({info['device']}) is not listed"
-    return "\n".join([*lines, f"\nbatch {info['batch']}:", report.table(columns, rows), told])
+    batch = f"\nbatch {info['batch']}"
+    if (n := info["devices"]) > 1:
+        lines.append(
+            f"  on {n} devices  {size(info['weight_bytes_per_device'])} {unit} of weights each"
+        )
+        batch += f", on each of {n} devices"
+    return "\n".join([*lines, f"{batch}:", report.table(columns, rows), told])
 
 
 def _convert(args: argparse.Namespace) -> None:
-    convert(checkpoint.resolve(args.source), args.destination, dtype=args.dtype)
+    mesh = _mesh(args.devices)
+    convert(checkpoint.resolve(args.source), args.destination, dtype=args.dtype, mesh=mesh)
     print(f"wrote {args.destination}: carat generate … --model {args.destination}")
 
 

@@ -56,6 +56,15 @@ class LayerSpec:
         """G, query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    def share(self, devices: int) -> "LayerSpec":
+        """What one of so many devices has of this layer: at least one KV head, maybe repeated."""
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // devices,
+            num_kv_heads=max(self.num_kv_heads // devices, 1),
+            mlp_width=self.mlp_width // devices,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmaConfig:

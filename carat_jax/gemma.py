@@ -9,8 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from carat_jax import checkpoint, compilation_cache, config_json, display, generate
+from carat_jax import (
+    checkpoint,
+    compilation_cache,
+    config_json,
+    display,
+    generate,
+    memory,
+    sharding,
+)
 from carat_jax.batch_run import BatchRun
 from carat_jax.chat import ChatFormat, split_thinking
 from carat_jax.config import GemmaConfig
@@ -41,9 +50,10 @@ def load(
     *,
     max_context: int | None = None,
     dtype: str | None = None,
+    mesh: Mesh | None = None,
     progress: bool = True,
 ) -> "Gemma":
-    """Loads a model onto the default device.
+    """Loads a model onto the default device, or cut over the devices of a mesh.
 
     Also turns on JAX's persistent compilation cache (see `compilation_cache.enable`).
 
@@ -52,10 +62,12 @@ def load(
       max_context: tokens of prompt and continuation together; None = the model's maximum. It is
         a limit: memory is taken as each call needs it.
       dtype: "bfloat16" or "float32"; None = the checkpoint's.
+      mesh: from `carat.mesh`; everything that the model then does runs on it.
       progress: show progress bars on a terminal or in a notebook.
 
     Raises:
       FileNotFoundError: no such model, or no weights in its folder.
+      ValueError: weights that are larger than the memory of the devices.
       ConfigError, CheckpointError, OptionError, ValueError: a file that cannot be used; each
         message says what is wrong with it.
     """
@@ -86,7 +98,8 @@ def load(
             )
     # The large sizes were tuned with an empty thought before the answer, the small ones without.
     chat_format = ChatFormat.from_folder(folder, config.hidden_size_per_layer_input == 0)
-    params = checkpoint.load_params(folder, config, progress=progress)
+    memory.check_fits(config, mesh)
+    params = checkpoint.load_params(folder, config, mesh=mesh, progress=progress)
     return Gemma(config, params, tokenizer, chat_format, options, max_context or limit)
 
 
@@ -96,7 +109,7 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
     Args:
       source: "ngram" (copies from prompt and text, no weights), "tiny" (the bundled model's); or a
         folder or hub id, of an assistant drafter or of a smaller model with the same vocabulary.
-      gemma: the model to be accelerated; the drafter takes its dtype.
+      gemma: the model to be accelerated; the drafter takes its dtype and its mesh.
       progress: show progress bars on a terminal or in a notebook.
 
     Raises:
@@ -113,14 +126,15 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
             f"no drafter {str(source)!r}: there are 'ngram' (for any model) and 'tiny' (for the "
             "bundled one); or give a folder or hub id of an assistant drafter or smaller model"
         ) from None
+    mesh = sharding.mesh_of(gemma.params)
     if source == "tiny":
         folder /= "drafter"
     kind = config_json.read(folder).get("model_type")
     if isinstance(kind, str) and kind.endswith("_assistant"):
-        return load_assistant(folder, gemma.config)
+        return load_assistant(folder, gemma.config, mesh)
     config = dataclasses.replace(GemmaConfig.from_json(folder), dtype=gemma.config.dtype)
     check_vocabulary(config, gemma.config)
-    return Model(checkpoint.load_params(folder, config, progress=progress), config)
+    return Model(checkpoint.load_params(folder, config, mesh=mesh, progress=progress), config)
 
 
 class Gemma:
@@ -316,7 +330,8 @@ class Gemma:
                 f"{len(ids):,} tokens exceed max_context {self.max_context:,}: "
                 "shorten the prompt or load with a larger max_context"
             )
-        state = init_state(self.config, 1, generate.capacity(len(ids), self.max_context))
+        slots = generate.capacity(len(ids), self.max_context)
+        state = init_state(self.config, 1, slots, mesh=sharding.mesh_of(self.params))
         rows = []
         for tokens, new in generate.prefill_pieces([ids], LOGITS_CHUNKS):
             logits, state = _forward(self.params, self.config, tokens, state, jnp.asarray(new))

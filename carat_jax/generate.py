@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from carat_jax import sampling
+from carat_jax import sampling, sharding
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, init_state, round_up
 from carat_jax.model import Params, head, hidden_states
@@ -276,7 +276,7 @@ def _generate_tokens(
     max_new_tokens: int,
 ) -> Tokens:
     B, T = tokens.shape
-    state = init_state(config, B, T + max_new_tokens)
+    state = init_state(config, B, T + max_new_tokens, mesh=sharding.mesh_of(params))
     chunk = chunk_size(T, B)
     chunks = -(-T // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - T)))

@@ -15,9 +15,12 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from carat_jax import display
+from carat_jax import display, sharding
 from carat_jax.config import ConfigError, GemmaConfig, LayerSpec
+from carat_jax.sharding import AnyMesh
 
 SLACK = 63  # spare ring slots beyond the window: at least the proposals one step may verify
 _ROWS_SHOWN = 4  # of a batch, by a notebook
@@ -106,9 +109,14 @@ def ring_capacity(window: int, slack: int = SLACK) -> int:
 
 
 def abstract_state(
-    config: GemmaConfig, batch: int, max_context: int, *, slack: int = SLACK
+    config: GemmaConfig,
+    batch: int,
+    max_context: int,
+    *,
+    slack: int = SLACK,
+    mesh: AnyMesh | None = None,
 ) -> KVState:
-    """`init_state` as shapes and dtypes only; nothing is allocated. Raises as it does."""
+    """`init_state` as shapes, dtypes and shardings; nothing is allocated. Raises as it does."""
     if batch < 1 or max_context < 1 or slack < 0:
         raise ValueError(
             f"batch {batch} and max_context {max_context} must be at least 1, "
@@ -119,11 +127,19 @@ def abstract_state(
             f"max_context {max_context:,} exceeds the model's max_position_embeddings "
             f"{config.max_position_embeddings:,}: lower max_context"
         )
-    dtype = jnp.dtype(config.dtype)
+    dtype, shards = jnp.dtype(config.dtype), sharding.shards(mesh)
+    places = KVState(layers=None, length=None)
+    if mesh is not None:
+        places = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), specs(sharding.rows(mesh, batch))
+        )
 
     def layer(spec: LayerSpec) -> LayerKV:
+        heads = spec.share(shards).num_kv_heads * shards
+
         def array(slots: int, width: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((batch, spec.num_kv_heads, slots, width), dtype)
+            shape = (batch, heads, slots, width)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=places.layers)
 
         if spec.window is not None:
             ring = array(ring_capacity(spec.window, slack), spec.head_dim)
@@ -135,10 +151,23 @@ def abstract_state(
         return GlobalKV(v=v, k=v)
 
     layers = tuple(layer(spec) for spec in config.kv_layers)
-    return KVState(layers=layers, length=jax.ShapeDtypeStruct((batch,), jnp.int32))
+    length = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=places.length)
+    return KVState(layers=layers, length=length)
 
 
-def init_state(config: GemmaConfig, batch: int, max_context: int, *, slack: int = SLACK) -> KVState:
+def specs(rows: P) -> KVState:
+    """The `PartitionSpec` of every layer's arrays, and of `length`, for rows that are cut so."""
+    return KVState(layers=P(*(rows or (None,)), sharding.MODEL), length=rows)
+
+
+def init_state(
+    config: GemmaConfig,
+    batch: int,
+    max_context: int,
+    *,
+    slack: int = SLACK,
+    mesh: Mesh | None = None,
+) -> KVState:
     """An empty state for `batch` sequences of up to `max_context` tokens, in config.dtype.
 
     Args:
@@ -148,19 +177,27 @@ def init_state(config: GemmaConfig, batch: int, max_context: int, *, slack: int 
       slack: ring slots beyond the window, at least (R is rounded up to a multiple of 64). A decode
         step writes its T new positions before it reads, so T is at most R - W + 1; what is longer
         is prefilled.
+      mesh: what it lies on, that of the weights (`sharding.mesh_of`); None = the default device.
+        There, layers with fewer KV heads than `model` devices have each of them several times.
 
     Raises:
       ValueError: batch or max_context below 1, negative slack.
       ConfigError: max_context beyond the model's max_position_embeddings.
     """
-    shapes = abstract_state(config, batch, max_context, slack=slack)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    shapes = abstract_state(config, batch, max_context, slack=slack, mesh=mesh)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
 
 
-def state_bytes(config: GemmaConfig, batch: int, max_context: int, *, slack: int = SLACK) -> int:
-    """Bytes of `init_state` with the same arguments, exactly."""
-    leaves = jax.tree.leaves(abstract_state(config, batch, max_context, slack=slack))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+def state_bytes(
+    config: GemmaConfig,
+    batch: int,
+    max_context: int,
+    *,
+    slack: int = SLACK,
+    mesh: AnyMesh | None = None,
+) -> int:
+    """Bytes of `init_state` with the same arguments, exactly; on a mesh, on each device of it."""
+    return sharding.local_bytes(abstract_state(config, batch, max_context, slack=slack, mesh=mesh))
 
 
 def max_decode_tokens(state: KVState, config: GemmaConfig) -> int | None:

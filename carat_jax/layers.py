@@ -7,7 +7,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from carat_jax.config import GemmaConfig
-from pallas_kernels import PartialSums, skinny_matmul
+from carat_jax.sharding import MODEL
+from pallas_kernels import PartialSums, skinny_matmul, summed
 
 
 def weight(module: nn.Module, name: str, shape: tuple[int, ...], config: GemmaConfig) -> jax.Array:
@@ -38,6 +39,32 @@ def linear(
     flat = w if transposed else w.reshape(D, -1)
     y = skinny_matmul(rows, flat, out=out or w.dtype, transposed=transposed, partial=partial)
     return y.reshape(*x.shape[:-1], *(w.shape[:1] if transposed else w.shape[1:]))
+
+
+def linear_share(x: jax.Array, w: jax.Array, shards: int) -> jax.Array | PartialSums:
+    """`linear` along an axis that is cut over devices: what one of them has of it, for `total`."""
+    return linear(x, w, None if shards == 1 else jnp.float32, partial=True)
+
+
+def total(
+    shards: int, dtype: DTypeLike, *shares: jax.Array | PartialSums
+) -> tuple[jax.Array | PartialSums, ...]:
+    """Adds up what the devices of the `model` axis have of some products, in one message.
+
+    Args:
+      shards: how many devices. 1: the shares are the whole, and returned as they are.
+      dtype: of the sums, which are rounded to it once.
+      shares: float32 [..., D] each.
+    """
+    if shards == 1:
+        return shares
+    joined = jnp.concatenate([summed(y) for y in shares], axis=-1)
+    return tuple(jnp.split(lax.psum(joined, MODEL).astype(dtype), len(shares), axis=-1))
+
+
+def whole(shards: int, x: jax.Array) -> jax.Array:
+    """x on every device of the `model` axis, of which each has a part of its last axis."""
+    return x if shards == 1 else lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
 
 
 def rms_norm(x: jax.Array, w: jax.Array | None, eps: float) -> jax.Array:

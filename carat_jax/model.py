@@ -13,13 +13,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax import lax
+from jax.sharding import Mesh
 
-from carat_jax import rope
+from carat_jax import kv_state, rope, sharding
 from carat_jax.attention import Attention, Keys, Step
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.feed_forward import MLP, Experts
 from carat_jax.kv_state import KVState, LayerKV
-from carat_jax.layers import gelu, linear, rms_norm, weight
+from carat_jax.layers import gelu, linear, rms_norm, total, weight, whole
+from carat_jax.sharding import MODEL, AnyMesh
 from pallas_kernels import residual_norm, summed
 
 Params = dict[str, Any]
@@ -28,24 +31,29 @@ Params = dict[str, Any]
 class Block(nn.Module):
     """One decoder layer. layer_scalar [1] multiplies the whole residual, last of all.
 
+    With `shards` > 1 it is the share of one of so many devices, under `shard_map`: of heads,
+    MLP width and experts. The residual is the same on all of them.
+
     The norm of its input belongs to this layer, but is taken where the residual is formed: by the
     layer before, in one step with the sum (`residual_norm`).
     """
 
     config: GemmaConfig
     spec: LayerSpec
+    shards: int = 1
 
     def setup(self) -> None:
         c = self.config
         D, P = c.hidden_size, c.hidden_size_per_layer_input
-        self.attention = Attention(c, self.spec)
-        self.mlp = MLP(c, self.spec.mlp_width)
+        share = self.spec.share(self.shards)
+        self.attention = Attention(c, share, self.shards)
+        self.mlp = MLP(c, share.mlp_width, self.shards)
         self.input_layernorm = weight(self, "input_layernorm", (D,), c)
         self.post_attention_layernorm = weight(self, "post_attention_layernorm", (D,), c)
         self.pre_feedforward_layernorm = weight(self, "pre_feedforward_layernorm", (D,), c)
         self.post_feedforward_layernorm = weight(self, "post_feedforward_layernorm", (D,), c)
         if c.num_experts:
-            self.experts = Experts(c)
+            self.experts = Experts(c, self.shards)
             self.pre_feedforward_layernorm_2 = weight(self, "pre_feedforward_layernorm_2", (D,), c)
             self.post_feedforward_layernorm_1 = weight(
                 self, "post_feedforward_layernorm_1", (D,), c
@@ -88,6 +96,7 @@ class Block(nn.Module):
         add = functools.partial(residual_norm, eps=c.rms_norm_eps)
         with jax.named_scope("attention"):
             a, kv, keys = self.attention(x, angles, step, kv, lent)
+            (a,) = total(self.shards, h.dtype, a)
             h, x = add(
                 h,
                 a,
@@ -97,11 +106,14 @@ class Block(nn.Module):
             )
         with jax.named_scope("feed_forward"):
             y = self.mlp(x)
-            if c.num_experts:
+            if not c.num_experts:
+                (y,) = total(self.shards, h.dtype, y)
+            else:
                 y = summed(y)
                 m = self.experts(self._norm(h, self.pre_feedforward_layernorm_2), h)
+                y, m = total(self.shards, h.dtype, y, m)
                 y = self._norm(y, self.post_feedforward_layernorm_1)
-                y = y + self._norm(m, self.post_feedforward_layernorm_2)
+                y = y + self._norm(m.astype(h.dtype), self.post_feedforward_layernorm_2)
         w = self.post_feedforward_layernorm
         if per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
@@ -117,23 +129,28 @@ class Block(nn.Module):
 
 
 class Gemma4(nn.Module):
-    """The decoder stack. Weights: embed_tokens [V, D] (input and head), norm [D], layers_i."""
+    """The decoder stack. Weights: embed_tokens [V, D] (input and head), norm [D], layers_i.
+
+    With `shards` > 1 it is the share of one of so many devices, see `sharding`.
+    """
 
     config: GemmaConfig
+    shards: int = 1
 
     def setup(self) -> None:
         c = self.config
-        V, D = c.vocab_size, c.hidden_size
+        V, D = c.vocab_size // self.shards, c.hidden_size
         self.embed_tokens = weight(self, "embed_tokens", (V, D), c)
         self.norm = weight(self, "norm", (D,), c)
-        self.layers = [Block(c, spec) for spec in c.layers]
+        self.layers = [Block(c, spec, self.shards) for spec in c.layers]
         if c.hidden_size_per_layer_input:
-            L, P = c.num_hidden_layers, c.hidden_size_per_layer_input
+            L, P = c.num_hidden_layers, c.hidden_size_per_layer_input // self.shards
             rows = (c.vocab_size_per_layer_input, L, P)
             self.embed_tokens_per_layer = weight(self, "embed_tokens_per_layer", rows, c)
             self.per_layer_model_projection = weight(
                 self, "per_layer_model_projection", (D, L, P), c
             )
+            P = c.hidden_size_per_layer_input
             self.per_layer_projection_norm = weight(self, "per_layer_projection_norm", (P,), c)
 
     def __call__(
@@ -149,7 +166,7 @@ class Gemma4(nn.Module):
           `length` advanced by the real tokens (None where none was given).
         """
         c = self.config
-        h = self.embed_tokens[tokens] * embedding_scale(c)
+        h = self.embed(tokens)
         per_layer = self._per_layer_inputs(tokens, h) if c.hidden_size_per_layer_input else None
         self.sow("intermediates", "per_layer_inputs", per_layer)
         positions = step.positions(tokens.shape[1])
@@ -181,12 +198,22 @@ class Gemma4(nn.Module):
             if self.config.num_experts:
                 _ = block.experts.gate_up
 
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Scaled embeddings [..., D] of tokens int32 [...]."""
+        table = self.embed_tokens
+        if self.shards == 1:
+            return table[tokens] * embedding_scale(self.config)
+        place = tokens - lax.axis_index(MODEL) * len(table)
+        here = (place >= 0) & (place < len(table))
+        rows = jnp.where(here[..., None], table[jnp.where(here, place, 0)], 0)
+        return lax.psum(rows, MODEL) * embedding_scale(self.config)
+
     def _per_layer_inputs(self, tokens: jax.Array, h: jax.Array) -> jax.Array:
         """[B, T, L, P]: a learned row for each token and layer, mixed with the embedding h."""
         c = self.config
-        own = self.embed_tokens_per_layer[tokens].astype(jnp.float32)
+        own = whole(self.shards, self.embed_tokens_per_layer[tokens]).astype(jnp.float32)
         own = own * math.sqrt(c.hidden_size_per_layer_input)
-        context = linear(h, self.per_layer_model_projection)
+        context = whole(self.shards, linear(h, self.per_layer_model_projection))
         context = rms_norm(
             context.astype(jnp.float32) * c.hidden_size**-0.5,
             self.per_layer_projection_norm,
@@ -199,10 +226,10 @@ class Gemma4(nn.Module):
         table = self.embed_tokens
         z = linear(hidden, table, jnp.float32, transposed=True)
         cap = self.config.final_logit_softcapping
-        if cap is None:
-            return z
-        # tanh would make an Inf look like a large logit: let it show as NaN
-        return jnp.where(jnp.isinf(z), jnp.nan, cap * jnp.tanh(z / cap))
+        if cap is not None:
+            # tanh would make an Inf look like a large logit: let it show as NaN
+            z = jnp.where(jnp.isinf(z), jnp.nan, cap * jnp.tanh(z / cap))
+        return whole(self.shards, z)
 
 
 def embedding_scale(config: GemmaConfig) -> jax.Array:
@@ -228,13 +255,54 @@ def hidden_states(
       new: int32 [B], how many of the T tokens of a row are real; None = all.
       implementation: of the attention ops.
     """
-    step = Step.of(config, state, tokens, new, implementation)
-    return Gemma4(config).apply({"params": params}, tokens, state, step)
+
+    def run(params, tokens, state, new):
+        step = Step.of(config, state, tokens, new, implementation)
+        model = Gemma4(config, sharding.shards(mesh))
+        return model.apply({"params": params}, tokens, state, step)
+
+    mesh = sharding.mesh_of(params)
+    if mesh is None:
+        return run(params, tokens, state, new)
+    rows = sharding.rows(mesh, len(tokens))
+    past = kv_state.specs(rows) if state is not None else rows
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(sharding.specs(params), rows, past, rows),
+        out_specs=(rows, past),
+        check_vma=False,
+    )(params, tokens, state, new)
+
+
+def embed(params: Params, config: GemmaConfig, tokens: jax.Array) -> jax.Array:
+    """Scaled embeddings [..., D], the residual before the first layer, of tokens int32 [...]."""
+    return _by_row(params, config, "embed", tokens)
 
 
 def head(params: Params, config: GemmaConfig, hidden: jax.Array) -> jax.Array:
     """Logits float32 [..., V] after the soft cap, from hidden [..., D]."""
-    return Gemma4(config).apply({"params": params}, hidden, method="logits")
+    return _by_row(params, config, "logits", hidden)
+
+
+def _by_row(params: Params, config: GemmaConfig, method: str, x: jax.Array) -> jax.Array:
+    """A method of `Gemma4` that takes rows x [B, ...] one by one."""
+
+    def run(params, x):
+        model = Gemma4(config, sharding.shards(mesh))
+        return model.apply({"params": params}, x, method=method)
+
+    mesh = sharding.mesh_of(params)
+    if mesh is None:
+        return run(params, x)
+    rows = sharding.rows(mesh, len(x))
+    return jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(sharding.specs(params), rows),
+        out_specs=rows,
+        check_vma=False,
+    )(params, x)
 
 
 def forward(
@@ -268,9 +336,19 @@ def forward(
     return head(params, config, hidden), state
 
 
-def abstract_params(config: GemmaConfig) -> Params:
-    """The parameter tree as `jax.ShapeDtypeStruct` leaves; nothing is allocated."""
-    return traverse_util.unflatten_dict(_param_shapes(config), sep="/")
+def abstract_params(config: GemmaConfig, mesh: AnyMesh | None = None) -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct` leaves; nothing is allocated.
+
+    With a mesh they have the shardings and, where KV heads are repeated, the shapes of it.
+
+    Raises:
+      ConfigError: a mesh that the model cannot be cut for.
+    """
+    shapes = traverse_util.unflatten_dict(_param_shapes(config), sep="/")
+    if mesh is None:
+        return shapes
+    sharding.check(config, mesh)
+    return sharding.laid_out(shapes, mesh)
 
 
 @functools.cache
@@ -281,9 +359,17 @@ def _param_shapes(config: GemmaConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return traverse_util.flatten_dict(shapes, sep="/")
 
 
-def init_params(config: GemmaConfig, key: jax.Array) -> Params:
-    """Random weights of the model's real shapes, by `random_params`."""
-    return random_params(abstract_params(config), key)
+def init_params(config: GemmaConfig, key: jax.Array, mesh: Mesh | None = None) -> Params:
+    """Random weights of the model's real shapes, by `random_params`; the same on any mesh.
+
+    Raises:
+      ConfigError: as `abstract_params`.
+    """
+    shapes = abstract_params(config)
+    if mesh is None:
+        return random_params(shapes, key)
+    sharding.check(config, mesh)
+    return sharding.spread(random_params(sharding.stored(shapes, mesh), key), mesh)
 
 
 def random_params(shapes: Params, key: jax.Array) -> Params:
@@ -293,7 +379,7 @@ def random_params(shapes: Params, key: jax.Array) -> Params:
     have no other scale. Matrices are normal with variance one over the width they sum over.
     """
     leaves = {
-        path: _init_leaf(jax.random.fold_in(key, i), leaf.shape, leaf.dtype, _fan_in(path, leaf))
+        path: _init_leaf(jax.random.fold_in(key, i), leaf, _fan_in(path, leaf))
         for i, (path, leaf) in enumerate(traverse_util.flatten_dict(shapes, sep="/").items())
     }
     for path, leaf in leaves.items():
@@ -315,17 +401,23 @@ def _fan_in(path: str, leaf: jax.ShapeDtypeStruct) -> int | None:
     return math.prod(shape[:-1]) if name == "o" else shape[0]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _init_leaf(key: jax.Array, shape: tuple[int, ...], dtype: Any, fan_in: int | None) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _init_leaf(key: jax.Array, leaf: jax.ShapeDtypeStruct, fan_in: int | None) -> jax.Array:
     if fan_in is None:
-        return jnp.ones(shape, dtype)
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(fan_in**-0.5, dtype)
+        made = jnp.ones(leaf.shape, leaf.dtype)
+    else:
+        made = jax.random.normal(key, leaf.shape, leaf.dtype)
+        made = made * jnp.asarray(fan_in**-0.5, leaf.dtype)
+    return made if leaf.sharding is None else lax.with_sharding_constraint(made, leaf.sharding)
 
 
-def param_bytes(config: GemmaConfig) -> int:
-    """Bytes of the weights, exactly."""
-    leaves = _param_shapes(config).values()
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+def param_bytes(config: GemmaConfig, mesh: AnyMesh | None = None) -> int:
+    """Bytes of the weights, exactly; on a mesh, on each device of it.
+
+    Raises:
+      ConfigError: as `abstract_params`.
+    """
+    return sharding.local_bytes(abstract_params(config, mesh))
 
 
 def num_params(config: GemmaConfig) -> int:

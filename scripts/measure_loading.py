@@ -1,10 +1,11 @@
 """Measures the peak memory and the speed of loading a checkpoint of 3 GB on the CPU.
 
 Writes a synthetic checkpoint with the architecture of the 31B model, smaller, and loads it in a
-fresh process. Prints one JSON line; exits with 1 if the peak resident memory is more than the
-size of the file + 0.8 GB. Linux only: the peak is VmHWM, which a fresh process starts from 0.
+fresh process, onto one device or cut over several. Prints one JSON line; exits with 1 if the peak
+resident memory is more than the size of the file + 0.8 GB. Linux only: the peak is VmHWM, which a
+fresh process starts from 0.
 
-    python scripts/measure_loading.py [--folder FOLDER] [--layers N]
+    python scripts/measure_loading.py [--folder FOLDER] [--layers N] [--devices N]
 """
 
 import argparse
@@ -17,9 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from carat_jax import GemmaConfig
+from carat_jax import GemmaConfig, sharding
 from carat_jax.checkpoint import load_params
 from carat_jax.checkpoint.mapping import PREFIXES, recipes
 
@@ -31,14 +33,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made (and deleted)")
     parser.add_argument("--layers", type=int, default=6, help="6 layers give 3 GB, each more 0.26")
+    parser.add_argument("--devices", type=int, default=1, help="virtual ones, with shares of it")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # the fresh process
     arguments = parser.parse_args()
     if arguments.load:
-        print(json.dumps(measure(arguments.load)))
+        print(json.dumps(measure(arguments.load, arguments.devices)))
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         size = write_checkpoint(Path(folder), narrow_31b(arguments.layers))
-        command = [sys.executable, __file__, "--load", folder]
+        devices = str(arguments.devices)
+        command = [sys.executable, __file__, "--load", folder, "--devices", devices]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     result = {"file_bytes": size, "limit_bytes": size + int(ALLOWANCE)} | json.loads(done.stdout)
@@ -48,11 +52,13 @@ def main() -> int:
     return 0 if result["within_limit"] else 1
 
 
-def measure(folder: Path) -> dict[str, float]:
+def measure(folder: Path, devices: int) -> dict[str, float]:
     """Loads and reports, of this process: seconds, and the peak before and after in bytes."""
+    jax.config.update("jax_num_cpu_devices", devices)
+    mesh = None if devices == 1 else sharding.mesh(model=devices)
     before = peak_memory()
     start = time.perf_counter()
-    params = load_params(folder, GemmaConfig.from_json(folder), progress=False)
+    params = load_params(folder, GemmaConfig.from_json(folder), mesh=mesh, progress=False)
     seconds = time.perf_counter() - start
     peak = peak_memory()
     if not params["norm"].all():

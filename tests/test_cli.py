@@ -418,6 +418,29 @@ def test_info_of_the_bundled_model(capsys):
     assert out.startswith("tiny: ")
 
 
+def test_info_plans_for_several_devices(capsys):
+    status, out, err = run(capsys, "info", "31b", "--devices", "2")
+    assert (status, err) == (0, "")
+    assert "61.39 GB of weights" in out and "on 2 devices  30.70 GB of weights each" in out
+    assert "batch 1, on each of 2 devices:" in out
+    table = [line.split() for line in out.splitlines() if line.lstrip()[:1].isdigit()][1:]
+    # Half of what one device has and reads (above), but for 2.7 MB of norms.
+    assert table[0] == ["8,192", "0.66", "31.35", "31.33"]
+    printed = json.loads(run(capsys, "info", "31b", "--devices", "8", "--json")[1])
+    assert printed["devices"] == 8
+    assert printed["weight_bytes"] == 2 * SIZES["31b"][0] > 7.8 * printed["weight_bytes_per_device"]
+
+
+@pytest.mark.parametrize(("devices", "told"), [("3", "num_attention_heads 32"), ("0", "0 devices")])
+def test_info_of_devices_that_cannot_be(capsys, devices, told):
+    assert told in fails_in_one_line(capsys, "info", "31b", "--devices", devices)
+
+
+def test_more_devices_than_there_are(capsys, folder):
+    message = fails_in_one_line(capsys, "generate", "a", "--model", folder, "--devices", "64")
+    assert "takes 64 devices, and there are" in message
+
+
 def test_info_of_no_rows(capsys):
     assert "batch 0" in fails_in_one_line(capsys, "info", "31b", "--batch", "0")
 

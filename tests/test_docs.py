@@ -28,6 +28,7 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 NOT_RUN = {
     ("docs/howto/load.md", 'gemma = carat.load("google/gemma-4-31B-it", max_context=32768)'):
         "a gated checkpoint of 63 GB",
+    ("docs/howto/meshes.md", "import carat_jax as carat"): "the same, and four GPUs",
 }  # fmt: skip
 
 # Commands that do not run here, by how they begin; their arguments are parsed.

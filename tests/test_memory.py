@@ -11,9 +11,12 @@ import small_model
 from fixture_models import each_model, model
 from random_checkpoints import tensor_shapes
 
+from carat_jax import checkpoint, sharding
 from carat_jax.config import PRESETS, ConfigError
+from carat_jax.gemma import load
 from carat_jax.kv_state import init_state, state_bytes
 from carat_jax.memory import READ_BANDWIDTH, memory_estimate, step_bytes
+from carat_jax.model import param_bytes
 
 # By preset: parameters without those that are never used; bytes that a token adds to the global
 # caches; bytes of the rings when they are as long as the window. From the published table.
@@ -127,3 +130,51 @@ def test_parameters_are_those_of_the_published_tensors():
         text = raw.get("text_config", raw)
         shapes = tensor_shapes(text, "")
         assert sum(int(np.prod(shape)) for shape in shapes.values()) == parameters
+
+
+# --- On a mesh -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_published_size_is_cut_for_every_number_of_devices(name, devices):
+    config, plan = PRESETS[name], sharding.planned(devices)
+    sharding.check(config, plan)
+    share = param_bytes(config, plan) / param_bytes(config)
+    # On every device: norms, routers, gates of the layers' inputs, keys that are repeated.
+    assert 1 / devices <= share < 1 / devices + 0.03
+    read = step_bytes(config, 1, 8192, plan)
+    assert read.total < step_bytes(config, 1, 8192).total * (1 / devices + 0.06)
+
+
+def test_31b_on_eight_devices():
+    """Its global layers have 4 KV heads: each is on two devices, its weights too."""
+    config, (parameters, per_token, rings) = PRESETS["31b"], SIZES["31b"]
+    plan = sharding.planned(8)
+    D, H, layers = 5376, 512, 10
+    on_each = 60 * (4 * D + 1) + 50 * 2 * 256 + layers * 2 * H + D
+    repeated = layers * 4 * D * H
+    assert param_bytes(config, plan) == 2 * ((parameters - on_each + repeated) // 8 + on_each)
+    rings += rings // 1024 * 64
+    assert state_bytes(config, 1, 6400, mesh=plan) == rings // 8 + 6400 * per_token // 4 + 4
+    assert memory_estimate(config, 1, 6400, mesh=plan) == param_bytes(config, plan) + state_bytes(
+        config, 1, 6400, mesh=plan
+    )
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "advice"),
+    [(40, "take 2 "), (18, "take 4 "), (9, "take 8 "), (1, "choose a smaller model")],
+)
+def test_too_little_memory_is_refused_before_anything_is_read(
+    gigabytes, advice, monkeypatch, tmp_path
+):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": gigabytes * 10**9}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(checkpoint, "load_params", lambda *_, **__: pytest.fail("it was read"))
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["31b"].to_dict()))
+    with pytest.raises(ValueError, match=rf"take 62\.\d\d GB on the device, which has.*{advice}"):
+        load(tmp_path)

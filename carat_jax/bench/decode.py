@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from carat_jax import generate, memory
+from carat_jax import generate, memory, sharding
 from carat_jax.bench import random_model, report
 from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.kv_state import KVState, init_state
@@ -53,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that each sequence looks back on (default 8192)",
     )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cut the model over N devices; floor and GB/s are then of each (default 1)",
+    )
     random_model.add_dtype(parser)
 
 
@@ -61,12 +69,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.context < 2 or min(args.batch) < 1:
         raise ValueError(f"--context {args.context} must be at least 2, --batch at least 1")
     rows = []
+    mesh = None if args.devices == 1 else sharding.mesh(model=args.devices)
     for name in args.config:
-        error = _decode_error(_short(name, args.dtype))
-        config, params = random_model.make(name, args.dtype)
+        error = _decode_error(_short(name, args.dtype), mesh)
+        config, params = random_model.make(name, args.dtype, mesh)
         seconds = _first_token(params, config)
         shared = {
             "config": name,
+            "devices": args.devices,
             "first_token_s": round(seconds, 2),
             "decode_vs_prefill": float(f"{error:.2e}"),
             "void": not error <= LARGEST_ERROR,
@@ -82,6 +92,7 @@ def table(result: dict[str, Any]) -> str:
     """One line for each (size, batch)."""
     columns = {
         "config": "config",
+        "devices": "devices",
         "batch": "batch",
         "context": "context",
         "ms": "ms/step",
@@ -93,6 +104,7 @@ def table(result: dict[str, Any]) -> str:
         "first_token_s": "first token s",
         "peak_gb": "peak GB",
         "large_copies": "copies > 1 MiB",
+        "collectives": "collectives",
         "decode_vs_prefill": "rel. error",
         "void": "void",
     }
@@ -103,7 +115,8 @@ def table(result: dict[str, Any]) -> str:
 
 def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> dict[str, Any]:
     steps = min(STEPS, context // 2)
-    kv = random_model.used_state(config, batch, context, context - steps)
+    mesh = sharding.mesh_of(params)
+    kv = random_model.used_state(config, batch, context, context - steps, mesh)
     tokens = jnp.asarray(random_model.random_ids(config, batch, 1)[:, 0])
     options = GenerateOptions(max_new_tokens=2**30)
     state = generate.DecodeState(
@@ -113,7 +126,7 @@ def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> d
         finish=jnp.zeros_like(tokens),
         controls=generate.Controls.of(options, generate.row_keys(0, batch)),
     )
-    stopped = jnp.zeros((batch,), bool)
+    state, stopped = sharding.place((state, jnp.zeros((batch,), bool)), mesh)
     lowered = generate.decode.lower(
         params, config, state, jnp.int32(steps), stopped, size=generate.DECODE_STEPS
     )
@@ -122,7 +135,7 @@ def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> d
     compile_s = time.perf_counter() - begin
     times = []
     for _ in range(WARM_UP + REPEATS):
-        rewound = state.kv.replace(length=jnp.full((batch,), context - steps, jnp.int32))
+        rewound = state.kv.replace(length=jnp.full_like(state.kv.length, context - steps))
         state = jax.block_until_ready(state.replace(kv=rewound))
         begin = time.perf_counter()
         out, state = compiled(params, state, jnp.int32(steps), stopped)
@@ -131,10 +144,10 @@ def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> d
     if not (np.asarray(out.num_tokens) == steps).all():
         raise RuntimeError("a row ended early: the logits are not finite")
     seconds = statistics.median(times[WARM_UP:])
-    read = memory.step_bytes(config, batch, context)
+    read = memory.step_bytes(config, batch, context, mesh)
     bandwidth = report.read_bandwidth()
     floor = read.floor_s(bandwidth) if bandwidth else None
-    peak = report.peak_memory()
+    peak, hlo = report.peak_memory(), compiled.as_text()
     return {
         "batch": batch,
         "context": context,
@@ -149,7 +162,8 @@ def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> d
         "kv_bytes": read.kv,
         "compile_s": round(compile_s, 1),
         "peak_gb": report.rounded(peak and peak / 1e9, 2),
-        "large_copies": len(large_copies(compiled.as_text())),
+        "large_copies": len(large_copies(hlo)),
+        "collectives": collectives(hlo),
     }
 
 
@@ -168,6 +182,12 @@ def large_copies(hlo: str, at_least: int = 1 << 20) -> list[str]:
     ]
 
 
+def collectives(hlo: str) -> int:
+    """Collective operations in optimised HLO: of a decode step, two a layer and two besides."""
+    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    return len(re.findall(rf" (?:{names})(?:-start)?\(", hlo))
+
+
 def _first_token(params: Params, config: GemmaConfig) -> float:
     """Seconds from having the weights to the first token of a short prompt, with tracing and
     compiling (or reading the compilation cache)."""
@@ -179,12 +199,12 @@ def _first_token(params: Params, config: GemmaConfig) -> float:
     return time.perf_counter() - begin
 
 
-def _decode_error(config: GemmaConfig) -> float:
+def _decode_error(config: GemmaConfig, mesh: Mesh | None = None) -> float:
     """‖decode - prefill‖ / ‖prefill‖ of the logits at the last of PROMPT tokens.
 
     Decoding must agree with prefilling, or its time means nothing.
     """
-    params = init_params(config, jax.random.key(0))
+    params = init_params(config, jax.random.key(0), mesh)
     last, _ = _prefill(params, config, PROMPT)
     whole = _head(params, config, last)[0]
     _, state = _prefill(params, config, PROMPT - 1)
@@ -214,8 +234,9 @@ def _short(name: str, dtype: str) -> GemmaConfig:
 
 def _prefill(params: Params, config: GemmaConfig, length: int) -> tuple[jax.Array, KVState]:
     """Feeds the first `length` of PROMPT tokens, padded to PROMPT."""
-    state = init_state(config, 1, generate.MIN_CAPACITY)
-    last = jnp.zeros((1, config.hidden_size), jnp.dtype(config.dtype))
+    mesh = sharding.mesh_of(params)
+    state = init_state(config, 1, generate.MIN_CAPACITY, mesh=mesh)
+    last = sharding.place(jnp.zeros((1, config.hidden_size), jnp.dtype(config.dtype)), mesh)
     tokens = random_model.random_ids(config, 1, PROMPT)
     new = jnp.asarray([length], jnp.int32)
     return generate.prefill_chunk(params, config, tokens, state, new, last)

@@ -2,13 +2,17 @@
 
 import argparse
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
 
+from carat_jax import sharding
 from carat_jax.config import PRESETS, GemmaConfig
-from carat_jax.kv_state import KVState, init_state
+from carat_jax.kv_state import KVState, abstract_state
 from carat_jax.model import Params, init_params
 
 
@@ -33,27 +37,26 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make(name: str, dtype: str) -> tuple[GemmaConfig, Params]:
-    """The preset `name` and random weights, on the device."""
+def make(name: str, dtype: str, mesh: Mesh | None = None) -> tuple[GemmaConfig, Params]:
+    """The preset `name` and random weights, on the device or a mesh."""
     config = dataclasses.replace(GemmaConfig.preset(name), dtype=dtype)
-    return config, jax.block_until_ready(init_params(config, jax.random.key(0)))
+    return config, jax.block_until_ready(init_params(config, jax.random.key(0), mesh))
 
 
-def used_state(config: GemmaConfig, batch: int, max_context: int, length: int) -> KVState:
+def used_state(
+    config: GemmaConfig, batch: int, max_context: int, length: int, mesh: Mesh | None = None
+) -> KVState:
     """A state with random keys and values in every slot, `length` tokens behind each row."""
-    state = init_state(config, batch, max_context)
-    leaves, tree = jax.tree.flatten(state.layers)
-    filled = []
-    for i, leaf in enumerate(leaves):
-        filled.append(_normal(leaf, i))
-    return KVState(
-        layers=jax.tree.unflatten(tree, filled), length=jnp.full((batch,), length, jnp.int32)
-    )
+    leaves, tree = jax.tree.flatten(abstract_state(config, batch, max_context, mesh=mesh).layers)
+    filled = [_normal(leaf, i) for i, leaf in enumerate(leaves)]
+    behind = sharding.place(jnp.full((batch,), length, jnp.int32), mesh)
+    return KVState(layers=jax.tree.unflatten(tree, filled), length=behind)
 
 
-@jax.jit
-def _normal(leaf: jax.Array, seed: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
+@functools.partial(jax.jit, static_argnums=0)
+def _normal(leaf: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+    made = jax.random.normal(jax.random.key(seed), leaf.shape, leaf.dtype)
+    return made if leaf.sharding is None else lax.with_sharding_constraint(made, leaf.sharding)
 
 
 def random_ids(config: GemmaConfig, batch: int, count: int, seed: int = 0) -> np.ndarray:

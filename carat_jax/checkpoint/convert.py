@@ -7,8 +7,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from carat_jax.checkpoint import orbax_store
-from carat_jax.checkpoint.loading import load_params
+from carat_jax.checkpoint.loading import load_stored
 from carat_jax.config import GemmaConfig
 
 COPIED = (
@@ -20,7 +22,12 @@ COPIED = (
 
 
 def convert(
-    source: Path, destination: Path, *, dtype: str | None = None, progress: bool = True
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    progress: bool = True,
 ) -> None:
     """Writes a folder that `load` takes: Orbax weights, config.json, and the tokenizer's files.
 
@@ -30,6 +37,8 @@ def convert(
       source: a checkpoint folder, as for `load_params`.
       destination: a folder that does not exist, or is empty.
       dtype: "bfloat16" or "float32"; None = what the source's config.json says.
+      mesh: devices that hold the weights together meanwhile, and write each its own; what is
+        written can be loaded onto any number.
       progress: show a bar on a terminal or in a notebook.
 
     Raises:
@@ -42,7 +51,7 @@ def convert(
     config = GemmaConfig.from_json(source)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    params = load_params(source, config, progress=progress)
+    params = load_stored(source, config, mesh=mesh, progress=progress)
     parent = destination.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{destination.name}.") as temporary:

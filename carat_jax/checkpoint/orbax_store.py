@@ -29,16 +29,16 @@ def save(folder: Path, params: Params) -> None:
 
 
 def restore(folder: Path, shapes: Params) -> Params:
-    """Reads folder/params onto the default device, as the dtypes of `shapes`.
+    """Reads folder/params, as the dtypes of `shapes`, to their shardings or the default device.
 
     Raises:
       CheckpointError: an incomplete store, or weights that do not fit: every missing,
         unexpected and wrong-shaped one in one message.
     """
     store = (folder / FOLDER).resolve()
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding or default), shapes
     )
     try:
         with _checkpointer(shapes) as checkpointer:

@@ -1,12 +1,13 @@
 """Reading safetensors piece by piece into arrays that already exist.
 
-The `safetensors` library maps a file into memory and returns whole tensors; here any run of
-bytes of a tensor is read with plain file reads, so that host memory holds only the pieces under
+The `safetensors` library maps a file into memory and returns whole tensors; here any box of
+a tensor is read with plain file reads, so that host memory holds only the pieces under
 way. The header is checked in full before anything is read.
 """
 
 import json
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,20 +70,36 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def read_into(info: TensorInfo, skip: int, destination: np.ndarray) -> None:
-    """Fills a contiguous array with bytes of a tensor, from its byte `skip` on.
+def read_box(
+    info: TensorInfo, view: tuple[int, ...], start: tuple[int, ...], destination: np.ndarray
+) -> None:
+    """Fills a contiguous array with a box of a tensor, and reads nothing else.
+
+    Args:
+      info: the tensor.
+      view: the shape in which to see it.
+      start: the index there at which the box begins; its shape is that of `destination`.
 
     Raises:
       CheckpointError: the file ended early.
     """
-    view = memoryview(destination.reshape(-1).view(np.uint8))
+    if not destination.size:
+        return
+    box, axis = destination.shape, max(len(view) - 1, 0)
+    while axis > 0 and box[axis] == view[axis]:  # such axes lie in one run of the file
+        axis -= 1
+    runs = destination.reshape(-1, math.prod(box[axis:])).view(np.uint8)
+    strides = [math.prod(view[i + 1 :]) * destination.itemsize for i in range(len(view))]
     with info.file.open("rb", buffering=0) as stream:
-        stream.seek(info.offset + skip)
-        while view:
-            count = stream.readinto(view)
-            if not count:
-                raise _damaged(info.file, "it ended early")
-            view = view[count:]
+        for run, outer in zip(runs, np.ndindex(box[:axis]), strict=True):
+            index = (*np.add(start[:axis], outer).tolist(), *start[axis:])
+            stream.seek(info.offset + sum(map(operator.mul, index, strides)))
+            rest = memoryview(run)
+            while rest:
+                count = stream.readinto(rest)
+                if not count:
+                    raise _damaged(info.file, "it ended early")
+                rest = rest[count:]
 
 
 def _damaged(file: Path, why: str) -> CheckpointError:

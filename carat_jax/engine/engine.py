@@ -1,4 +1,4 @@
-"""Engine: many generations at once on one device, submitted whenever they come."""
+"""Engine: many generations at once, submitted whenever they come."""
 
 import asyncio
 import threading

@@ -91,7 +91,7 @@ class Pasts:
         if best.pinned or 2 * shared < len(best.ids):
             self._kept.append(best)
             kv = jax.tree.map(jnp.copy, kv)
-        kv = kv.replace(length=jnp.asarray([shared], jnp.int32))
+        kv = kv.replace(length=jnp.full_like(kv.length, shared))
         return Past(best.ids[:shared], kv, best.written)
 
     def reach(self, past: Past) -> int:

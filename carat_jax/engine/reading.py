@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax import generate
+from carat_jax import generate, sharding
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.prefix import Past
 from carat_jax.engine.rows import State
@@ -56,6 +56,7 @@ class Reader:
     ) -> None:
         """`chunks`: the sizes of a piece, ascending."""
         self._params = params
+        self._mesh = sharding.mesh_of(params)
         self._config = config
         self._max_context = max_context
         self._chunks = chunks
@@ -72,12 +73,14 @@ class Reader:
           drafted: whether a drafter, if there is one, is to read it too.
         """
         if past is None:
-            kv = init_state(self._config, 1, self._max_context)
+            kv = init_state(self._config, 1, self._max_context, mesh=self._mesh)
             past = Past(np.zeros(0, int), kv, written=0)
         hidden = jnp.zeros((1, self._config.hidden_size), jnp.dtype(self._config.dtype))
+        hidden = sharding.place(hidden, self._mesh)
         drafting = None
         if self._speculation is not None and drafted:
             drafting = self._speculation.drafter.init(self._config, 1, self._max_context)
+            drafting = sharding.place(drafting, self._mesh)
         return Reading(owner, ids, end, len(past.ids), past.written, past.kv, hidden, drafting)
 
     def read_on(self, reading: Reading) -> bool:
@@ -104,7 +107,7 @@ class Reader:
         first, state = generate.begin(
             self._params, self._config, reading.hidden, reading.kv, controls
         )
-        return jax.device_get(first), state
+        return sharding.fetch(first), state
 
     def with_drafter(self, reading: Reading, state: generate.DecodeState) -> State:
         """The state of `finish`, which is donated, beside the drafter's if there is one."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from carat_jax import generate
+from carat_jax import generate, sharding
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import NO_TOKEN, Controls, DecodeState, Tokens
 from carat_jax.kv_state import KVState
@@ -130,7 +130,7 @@ class Rows:
                 size=-(-size // (K + 1)) * (K + 1),
             )
         self._state = NOTHING.on(state)
-        return jax.device_get((tokens, counts))
+        return sharding.fetch((tokens, counts))
 
     def _resize(self, rows: int) -> None:
         kept = [i for i, occupant in enumerate(self.occupants) if occupant is not None]

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 
-from carat_jax import generate
+from carat_jax import generate, sharding
 from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.metrics import Metrics, tpot_s
@@ -76,7 +76,7 @@ class Scheduler:
         speculation: Speculation | None,
         prefill_chunk: int,
     ) -> None:
-        """Raises ValueError for a speculation that does not fit; nothing is allocated."""
+        """Raises ValueError for a speculation that does not fit, before anything is allocated."""
         K = 0
         if speculation is not None:
             check_speculation(speculation, abstract_state(config, 1, max_context), config)
@@ -85,6 +85,8 @@ class Scheduler:
             K = speculation.num_proposals
             begin = functools.partial(speculation.drafter.init, config, 1, max_context)
             jax.eval_shape(begin)  # for what it refuses
+            drafter = sharding.everywhere(speculation.drafter, sharding.mesh_of(params))
+            speculation = dataclasses.replace(speculation, drafter=drafter)
         self.params = params
         self.config = config
         self.slots = slots

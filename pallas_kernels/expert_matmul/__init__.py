@@ -11,7 +11,12 @@ IMPLEMENTATIONS = {"mosaic": mosaic.expert_matmul, "xla": xla.expert_matmul}
 
 
 def expert_matmul(
-    x: jax.Array, w: jax.Array, index: jax.Array, *, implementation: str | None = None
+    x: jax.Array,
+    w: jax.Array,
+    index: jax.Array,
+    *,
+    absent: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Row i of x times matrix `index[i]` of w; of w, only the matrices named are read.
 
@@ -24,6 +29,8 @@ def expert_matmul(
       w: [E, D, F], or [E, D, 2, F] for gated experts: a gate matrix and an up matrix, and the
         result is gelu(x · gate) · (x · up), with the tanh form of GELU.
       index: int32 [n], in [0, E).
+      absent: rows may have the index E, for no matrix: nothing is read for them, and their
+        results are undefined.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -44,4 +51,6 @@ def expert_matmul(
         raise ValueError(f"x {x.dtype} and w {w.dtype} must have the same dtype")
     if index.shape != x.shape[:1] or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"index {index.shape} {index.dtype} must be integer [n] = [{len(x)}]")
-    return dispatch.run(IMPLEMENTATIONS, implementation, x, w, index.astype(jnp.int32))
+    return dispatch.run(
+        IMPLEMENTATIONS, implementation, x, w, index.astype(jnp.int32), absent=absent
+    )

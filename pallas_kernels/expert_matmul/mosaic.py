@@ -32,6 +32,7 @@ def expert_matmul(
     w: jax.Array,
     index: jax.Array,
     *,
+    absent: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.expert_matmul.expert_matmul`.
@@ -52,7 +53,7 @@ def expert_matmul(
     if D % STEP or F % COLUMNS:
         raise Unsupported(f"w {w.shape}: D must be a multiple of {STEP} and F of {COLUMNS}")
     height = tile_height(n, E)
-    tiles = cut(index, height, E)
+    tiles = cut(index, height, E, absent)
     x = jnp.pad(x, ((0, -n % height), (0, 0)))
     return _launch(x, w, index, tiles, height, _stages(D, height, w.ndim == 4), interpret)[:n]
 

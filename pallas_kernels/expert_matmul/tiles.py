@@ -27,12 +27,22 @@ def tile_height(n: int, E: int) -> int:
     return 8 if n <= 8 * E else 64
 
 
-def cut(index: jax.Array, height: int, E: int) -> Tiles:
+def cut(index: jax.Array, height: int, E: int, absent: bool = False) -> Tiles:
     """Cuts rows at every change of `index` int32 [n], and at every multiple of `height`.
 
     Equal values must lie together. Up to `height` rows, each is a tile of its own: the k experts
     of one token differ, and to find that out would take a kernel.
+
+    Args:
+      absent: rows may have the index E; their tiles are empty.
     """
+    tiles = _cut(index, height, E + absent)
+    if not absent:
+        return tiles
+    return tiles._replace(count=jnp.where(index[tiles.first] < E, tiles.count, 0))
+
+
+def _cut(index: jax.Array, height: int, E: int) -> Tiles:
     n = len(index)
     row = jnp.arange(n)
     if n <= height:

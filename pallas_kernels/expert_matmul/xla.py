@@ -10,11 +10,13 @@ from pallas_kernels.expert_matmul.tiles import cut, tile_height
 BATCH = 8
 
 
-def expert_matmul(x: jax.Array, w: jax.Array, index: jax.Array) -> jax.Array:
+def expert_matmul(
+    x: jax.Array, w: jax.Array, index: jax.Array, *, absent: bool = False
+) -> jax.Array:
     """See `pallas_kernels.expert_matmul.expert_matmul`."""
     (n, D), (E, F) = x.shape, (w.shape[0], w.shape[-1])
     height = tile_height(n, E)
-    tiles = cut(index, height, E)
+    tiles = cut(index, height, E, absent)
     blocks = jnp.pad(x, ((0, -n % height), (0, 0))).reshape(-1, height, D)
     precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
 

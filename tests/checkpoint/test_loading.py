@@ -22,7 +22,7 @@ from small_checkpoint import (
     write_sharded,
 )
 
-from carat_jax.checkpoint import CheckpointError, load_params, loading
+from carat_jax.checkpoint import CheckpointError, load_params, loading, reading
 from carat_jax.config import GemmaConfig
 
 BF16 = ml_dtypes.bfloat16
@@ -148,8 +148,8 @@ def test_a_weight_assembled_on_the_device_is_the_same(tmp_path, kind, size, back
     heads, or inside them. The two backends transpose in different ways."""
     write(tmp_path, CONFIGS[kind])
     expected = load(tmp_path), load(tmp_path, dtype="bfloat16")
-    monkeypatch.setattr(loading, "SMALL", 0)
-    monkeypatch.setattr(loading, "PIECE", size)
+    monkeypatch.setattr(reading, "SMALL", 0)
+    monkeypatch.setattr(reading, "PIECE", size)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert same_bits(load(tmp_path), expected[0])
     if size == 4_000:

@@ -1,5 +1,6 @@
 """Reading safetensors files: what the format's own library wrote, and what no one should."""
 
+import io
 import json
 import struct
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from small_checkpoint import TINY, join_file, split_file, write
 
 from carat_jax.checkpoint import CheckpointError, load_params
-from carat_jax.checkpoint.safetensors_file import DTYPES, read_header, read_into
+from carat_jax.checkpoint.safetensors_file import DTYPES, read_box, read_header
 from carat_jax.config import GemmaConfig
 
 RNG = np.random.default_rng(0)
@@ -38,16 +39,39 @@ def test_what_the_library_wrote(file):
         info = infos[name]
         assert info.shape == expected.shape and info.nbytes == expected.nbytes
         values = np.empty(info.shape, DTYPES[info.dtype])
-        read_into(info, 0, values)
+        read_box(info, info.shape, (0,) * len(info.shape), values)
         assert values.dtype == expected.dtype
         assert values.tobytes() == expected.tobytes()
 
 
-def test_a_run_of_bytes(file):
-    info = read_header(file)["a"]
-    rows = np.empty((2, 4), np.float32)
-    read_into(info, 16, rows)
-    assert np.array_equal(rows, TENSORS["a"][1:])
+@pytest.mark.parametrize(
+    ("name", "view", "box"),
+    [
+        ("a", (3, 4), np.s_[1:3, :]),
+        ("a", (3, 4), np.s_[0:3, 1:3]),
+        ("a", (3, 2, 2), np.s_[1:2, 0:2, 1:2]),
+        ("b", (2, 5, 2), np.s_[1:2, 2:5, :]),
+        ("b", (20,), np.s_[3:9,]),
+    ],
+)
+def test_a_box_of_a_view(file, name, view, box):
+    expected = TENSORS[name].reshape(view)[box]
+    values = np.empty(expected.shape, expected.dtype)
+    read_box(read_header(file)[name], view, tuple(s.start or 0 for s in box), values)
+    assert values.tobytes() == expected.tobytes()
+
+
+def test_nothing_but_the_box_is_read(file, monkeypatch):
+    info, seen = read_header(file)["a"], []
+
+    class Spy(io.FileIO):
+        def readinto(self, buffer):
+            seen.append((self.tell() - info.offset, len(buffer)))
+            return super().readinto(buffer)
+
+    monkeypatch.setattr(type(file), "open", lambda self, *_, **__: Spy(self))
+    read_box(info, (3, 4), (1, 2), np.empty((2, 2), np.float32))
+    assert seen == [(24, 8), (40, 8)]
 
 
 def test_a_file_cut_after_its_header_was_read(file):
@@ -55,7 +79,7 @@ def test_a_file_cut_after_its_header_was_read(file):
     with file.open("r+b") as stream:
         stream.truncate(info.offset + 20)
     with pytest.raises(CheckpointError, match="ended early"):
-        read_into(info, 0, np.empty((3, 4), np.float32))
+        read_box(info, (3, 4), (0, 0), np.empty((3, 4), np.float32))
 
 
 def test_every_truncation(file):

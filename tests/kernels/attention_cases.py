@@ -162,7 +162,7 @@ Fill = Callable[[tuple[int, ...]], np.ndarray]
 
 def jitted(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The op under jit."""
-    static = set(inspect.signature(op).parameters) & {"window", "implementation"}
+    static = set(inspect.signature(op).parameters) & {"window", "absent", "implementation"}
     return jax.jit(op, static_argnames=static)
 
 

@@ -50,10 +50,17 @@ def inputs(index, E: int, dtype: str, gated: bool) -> tuple[np.ndarray, np.ndarr
     return x, rounded(rng.standard_normal(shape) * D**-0.5, dtype), np.asarray(index)
 
 
-def run(implementation: str, x: np.ndarray, w: np.ndarray, index: np.ndarray, dtype: str):
+def run(
+    implementation: str,
+    x: np.ndarray,
+    w: np.ndarray,
+    index: np.ndarray,
+    dtype: str,
+    absent: bool = False,
+):
     arguments = jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(index, jnp.int32)
     try:
-        out = op(*arguments, implementation=implementation)
+        out = op(*arguments, absent=absent, implementation=implementation)
     except Unsupported as refusal:
         if implementation == "xla":
             raise
@@ -104,6 +111,22 @@ def test_other_rows_and_matrices_do_not_change_a_bit(implementation, case, dtype
     np.testing.assert_array_equal(after[kept], before[kept])
 
 
+WITHOUT_A_MATRIX = ("one token", "more rows than tiles", "prefill")
+
+
+@every_implementation
+@pytest.mark.parametrize("case", WITHOUT_A_MATRIX)
+def test_rows_without_a_matrix_leave_the_others_alone(implementation, case):
+    """Those that name the last of E matrices, where there are E - 1."""
+    E, index = INDICES[case]
+    x, w, index = inputs(index, E, "bfloat16", gated=True)
+    there = index < E - 1
+    assert not there.all()
+    x[~there] = np.nan
+    out = run(implementation, x, w[:-1], index, "bfloat16", absent=True)
+    assert_accurate(out[there], expected(x[there], w, index[there]), "bfloat16")
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA keeps bits on a CPU only")
 @both_forms
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,6 +167,14 @@ def test_tiles_hold_every_row_once(case):
         rows += here
     assert sorted(rows) == list(range(n))
     assert 0 <= tiles[0].min() <= tiles[0].max() < n
+
+
+@pytest.mark.parametrize("case", WITHOUT_A_MATRIX)
+def test_no_tile_holds_rows_without_a_matrix(case):
+    E, index = INDICES[case]
+    tiles = cut(jnp.asarray(index), tile_height(len(index), E - 1), E - 1, absent=True)
+    held = [row for first, n in zip(*tiles[:2], strict=True) for row in range(first, first + n)]
+    assert sorted(held) == np.flatnonzero(np.asarray(index) < E - 1).tolist()
 
 
 @pytest.mark.parametrize(

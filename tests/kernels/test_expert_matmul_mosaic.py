@@ -27,13 +27,15 @@ INTERPRETED = (
 )
 
 
-@jax.jit
-def interpreted(x: jax.Array, w: jax.Array, index: jax.Array) -> jax.Array:
-    return mosaic.expert_matmul(x, w, index, interpret=plgpu.InterpretGPUParams())
+@functools.partial(jax.jit, static_argnames="absent")
+def interpreted(x: jax.Array, w: jax.Array, index: jax.Array, absent: bool) -> jax.Array:
+    params = plgpu.InterpretGPUParams()
+    return mosaic.expert_matmul(x, w, index, absent=absent, interpret=params)
 
 
-def run(x: np.ndarray, w: np.ndarray, index: np.ndarray) -> np.ndarray:
-    out = interpreted(jnp.asarray(x, BF16), jnp.asarray(w, BF16), jnp.asarray(index, jnp.int32))
+def run(x: np.ndarray, w: np.ndarray, index: np.ndarray, absent: bool = False) -> np.ndarray:
+    arguments = jnp.asarray(x, BF16), jnp.asarray(w, BF16), jnp.asarray(index, jnp.int32)
+    out = interpreted(*arguments, absent=absent)
     return np.asarray(out, np.float32)
 
 
@@ -43,6 +45,15 @@ def test_each_row_meets_its_own_matrix(case, gated):
     E, index = INDICES[case]
     x, w, index = inputs(index, E, "bfloat16", gated)
     assert_accurate(run(x, w, index), expected(x, w, index), "bfloat16")
+
+
+def test_rows_without_a_matrix_leave_the_others_alone():
+    E, index = INDICES["more rows than tiles"]
+    x, w, index = inputs(index, E, "bfloat16", gated=True)
+    there = index < E - 1
+    x[~there] = np.nan
+    out = run(x, w[:-1], index, absent=True)
+    assert_accurate(out[there], expected(x[there], w, index[there]), "bfloat16")
 
 
 @both_forms

@@ -3,6 +3,9 @@
 A step takes the last token's embedding and the hidden state that chose it, both of the target,
 and gives scores of the next token and the hidden state that the next step takes. It stores
 nothing: every step of a round stands at the same position and sees the same keys.
+
+On a mesh its layers are cut as the target's are, since each device has the keys and values of its
+own heads only; what is no layer's is on every device.
 """
 
 from collections.abc import Mapping
@@ -13,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from carat_jax import rope
+from carat_jax import kv_state, rope, sharding
 from carat_jax.attention import Keys, Step
 from carat_jax.config import FULL, SLIDING, GemmaConfig, LayerType
 from carat_jax.layers import linear, rms_norm, weight
-from carat_jax.model import Block, Params, embedding_scale, random_params
+from carat_jax.model import Block, Params, embed, random_params
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
 from carat_jax.speculative.protocol import Drafter, Proposal, Target
 
@@ -119,11 +123,29 @@ class Assistant(Drafter):
         # that position; it changes acceptance, never the output.
         length = target.kv.length - 1
         step = Step(length=length, new=jnp.ones_like(length), decode=True)
-        embedded = target.params["embed_tokens"][token] * embedding_scale(target.config)
-        model = AssistantModel(self.config).bind({"params": self.params})
-        with jax.named_scope("draft"):
-            y, hidden = model(embedded[:, None], hidden[:, None], lent_keys(target), step)
-            return model.scores(y[:, 0], self.token_ordering), hidden[:, 0]
+        embedded = embed(target.params, target.config, token)
+
+        def run(params, token_ordering, embedded, hidden, lent, step):
+            model = AssistantModel(self.config, sharding.shards(mesh)).bind({"params": params})
+            with jax.named_scope("draft"):
+                y, hidden = model(embedded[:, None], hidden[:, None], lent, step)
+                return model.scores(y[:, 0], token_ordering), hidden[:, 0]
+
+        lent, mesh = lent_keys(target), sharding.mesh_of(self.params)
+        arguments = (self.params, self.token_ordering, embedded, hidden, lent, step)
+        if mesh is None:
+            return run(*arguments)
+        rows = sharding.rows(mesh, len(token))
+        kv = kv_state.specs(rows).layers
+        keys = Keys(v=kv, k=kv, k_rotated=kv, k_norm=P())
+        own = sharding.specs(self.params, top={})
+        return jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(own, P(), rows, rows, dict.fromkeys(lent, keys), rows),
+            out_specs=rows,
+            check_vma=False,
+        )(*arguments)
 
 
 class AssistantModel(nn.Module):
@@ -135,12 +157,13 @@ class AssistantModel(nn.Module):
     """
 
     config: AssistantConfig
+    shards: int = 1
 
     def setup(self) -> None:
         c, text = self.config, self.config.text
         D, h = c.backbone_hidden_size, text.hidden_size
         self.pre_projection = weight(self, "pre_projection", (2 * D, h), text)
-        self.layers = [Block(text, spec) for spec in c.layers]
+        self.layers = [Block(text, spec, self.shards) for spec in c.layers]
         self.norm = weight(self, "norm", (h,), text)
         self.post_projection = weight(self, "post_projection", (h, D), text)
         self.embed_tokens = weight(self, "embed_tokens", (text.vocab_size, h), text)

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax.sharding import Mesh
 
+from carat_jax import sharding
 from carat_jax.checkpoint.errors import misfit
 from carat_jax.checkpoint.loading import find_tensors
 from carat_jax.checkpoint.mapping import Recipe, layer_recipes, single
-from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_into
+from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_box
 from carat_jax.config import GemmaConfig
 from carat_jax.speculative.drafters.assistant import Assistant
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
@@ -20,16 +22,20 @@ from carat_jax.speculative.drafters.assistant_config import AssistantConfig, che
 TOKEN_ORDERING = "masked_embedding.token_ordering"  # int64 [V], the ids cluster by cluster
 
 
-def load_assistant(path: str | Path, target_config: GemmaConfig) -> Assistant:
-    """Loads a drafter onto the default device, in the dtype of its target.
+def load_assistant(
+    path: str | Path, target_config: GemmaConfig, mesh: Mesh | None = None
+) -> Assistant:
+    """Loads a drafter onto the default device, or a mesh, in the dtype of its target.
 
     Args:
       path: a folder with config.json and model.safetensors (or shards and their index).
       target_config: the model it drafts for.
+      mesh: what the target lies on.
 
     Raises:
       FileNotFoundError: no folder, no config.json or no weights in it.
-      ConfigError: not an assistant drafter, or one for another model (see `check_pair`).
+      ConfigError: not an assistant drafter, one for another model (see `check_pair`), or one that
+        cannot be cut for the mesh.
       CheckpointError: damaged files, or weights that do not fit the configuration: every
         missing, unexpected and wrong tensor in one message.
     """
@@ -38,6 +44,8 @@ def load_assistant(path: str | Path, target_config: GemmaConfig) -> Assistant:
         raise FileNotFoundError(f"{folder} is not a folder: give the one that holds config.json")
     config = AssistantConfig.from_json(folder)
     check_pair(config, target_config)
+    if mesh is not None:
+        sharding.check(config.text, mesh, "the drafter's")
     text = dataclasses.replace(config.text, dtype=target_config.dtype)
     config = dataclasses.replace(config, text=text)
     tensors = find_tensors(folder)
@@ -50,8 +58,18 @@ def load_assistant(path: str | Path, target_config: GemmaConfig) -> Assistant:
             raise misfit(folder, [f"{TOKEN_ORDERING} does not name every token once"])
         ordering = jnp.asarray(ids.reshape(config.num_centroids, -1), jnp.int32)
     dtype = jnp.dtype(text.dtype)
-    leaves = {path: _leaf(recipe, tensors, dtype) for path, recipe in recipes(config).items()}
+    places = {}
+    if mesh is not None:
+        shapes = sharding.stored(Assistant.abstract(config).params, mesh, top={})
+        shapes = traverse_util.flatten_dict(shapes, sep="/")
+        places = {path: leaf.sharding for path, leaf in shapes.items()}
+    leaves = {
+        path: jax.device_put(_leaf(recipe, tensors, dtype), places.get(path))
+        for path, recipe in recipes(config).items()
+    }
     params = traverse_util.unflatten_dict(leaves, sep="/")
+    if mesh is not None:
+        params, ordering = sharding.spread(params, mesh), sharding.everywhere(ordering, mesh)
     return Assistant(params=params, token_ordering=ordering, config=config)
 
 
@@ -93,7 +111,7 @@ def _problems(tensors: Mapping[str, TensorInfo], config: AssistantConfig) -> lis
     return problems + [f"unexpected {name} {list(tensors[name].shape)}" for name in extra]
 
 
-def _leaf(recipe: Recipe, tensors: Mapping[str, TensorInfo], dtype: np.dtype) -> jax.Array:
+def _leaf(recipe: Recipe, tensors: Mapping[str, TensorInfo], dtype: np.dtype) -> np.ndarray:
     """One parameter, laid out in host memory: the largest has half a gigabyte."""
     leaf = np.empty(recipe.shape, dtype)
     for part in recipe.parts:
@@ -101,10 +119,10 @@ def _leaf(recipe: Recipe, tensors: Mapping[str, TensorInfo], dtype: np.dtype) ->
         block = _values(info, DTYPES[info.dtype]).reshape(part.view).transpose(recipe.order)
         ends = np.add(part.start, block.shape)
         leaf[tuple(map(slice, part.start, ends))] = block
-    return jax.device_put(leaf)
+    return leaf
 
 
 def _values(info: TensorInfo, dtype: np.dtype) -> np.ndarray:
     values = np.empty(info.shape, dtype)
-    read_into(info, 0, values)
+    read_box(info, info.shape, (0,) * len(info.shape), values)
     return values

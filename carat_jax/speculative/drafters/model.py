@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from carat_jax import sharding
 from carat_jax.config import ConfigError, GemmaConfig
 from carat_jax.kv_state import KVState, init_state
 from carat_jax.model import Params, head, hidden_states
@@ -56,7 +57,8 @@ class Model(Drafter):
         check_vocabulary(self.config, config)
         # The default slack of its rings takes as many guesses as those of the target.
         return ModelState(
-            init_state(self.config, batch, max_context), jnp.zeros((batch, 2), jnp.int32)
+            init_state(self.config, batch, max_context, mesh=sharding.mesh_of(self.params)),
+            jnp.zeros((batch, 2), jnp.int32),
         )
 
     def prefill(self, state: ModelState, tokens: jax.Array, new: jax.Array) -> ModelState:
