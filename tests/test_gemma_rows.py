@@ -1,6 +1,7 @@
 """Gemma.generate over ids: rows of a batch, compilations, log-probabilities."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -117,7 +118,11 @@ def test_a_shorter_prompt_after_a_long_one_gives_what_a_fresh_process_gives():
     out = gemma.generate(prompt(40), **ASKED)
     fresh = subprocess.run(
         [sys.executable, "-c", FRESH_PROCESS, json.dumps(prompt(40))],
-        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
+        env={
+            "PYTHONPATH": ":".join(filter(None, sys.path)),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        },
         capture_output=True,
         text=True,
         check=True,

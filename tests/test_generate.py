@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scripted_model
 import small_model
-from fixture_models import each_model, model
+from fixture_models import model, quick_for
 from scripted_model import BOS, EOS, ID, chain
 
 import carat_jax as carat
@@ -27,7 +27,7 @@ def users_function(params, config, tokens, lengths, key, options):
     return out, (out.tokens == tokens[:, -1:]).sum(axis=1)
 
 
-@each_model
+@quick_for("dense_31b_like")  # of the others, step by step: `test_model`
 def test_the_greedy_continuation_is_the_stored_one(name):
     m = model(name)
     prompt, continuation = m.expected["prompt_ids"], m.expected["continuation_ids"]
