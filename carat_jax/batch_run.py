@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from carat_jax import generate, sharding
+from carat_jax import display, generate, sharding
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import DECODE_STEPS
 from carat_jax.generation import Generation, SpeculationTally, Stats
@@ -111,7 +111,8 @@ class BatchRun:
         not wait for the host; what it made after a stop string is dropped. A call that is timed
         waits until they have been fetched and has the device to itself.
         """
-        pending: Pending | None = self._begin()
+        with display.waiting("reading the prompt, compiling what is new"):
+            pending: Pending | None = self._begin()
         dispatched = 1
         while pending is not None:
             call = ahead = None
@@ -119,7 +120,8 @@ class BatchRun:
                 call = self.policy.next(steps)
                 dispatched += call.rounds  # each brings every row a token or more
             if call is not None and not call.timed:
-                ahead = self._dispatch(call)
+                with display.waiting("compiling"):
+                    ahead = self._dispatch(call)
             yield self._collect(pending)
             if all(row.finish_reason for row in self.rows):
                 return

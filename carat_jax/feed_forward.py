@@ -43,35 +43,39 @@ class Experts(nn.Module):
     config: GemmaConfig
     shards: int = 1
 
-    @nn.compact
+    def setup(self) -> None:
+        c = self.config
+        D, E, F = c.hidden_size, c.num_experts, c.moe_intermediate_size
+        self.router = weight(self, "router", (D, E), c)
+        self.router_scale = weight(self, "router_scale", (D,), c)
+        self.per_expert_scale = weight(self, "per_expert_scale", (E,), c)
+        E //= self.shards
+        self.gate_up = weight(self, "gate_up", (E, D, 2, F), c)
+        self.down = weight(self, "down", (E, F, D), c)
+
     def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
         """Runs x [B, T, D] through the experts that `residual` [B, T, D] chooses: float32, for
         `total`.
 
         The router reads the residual under a norm without weight, the experts read x.
         """
-        c = self.config
         B, T, D = x.shape
-        E, F = c.num_experts // self.shards, c.moe_intermediate_size
         index, share = self._route(residual.reshape(B * T, D))
-        gate_up = weight(self, "gate_up", (E, D, 2, F), c)
-        down = weight(self, "down", (E, F, D), c)
         self.sow("intermediates", "router", (index, share))
         if self.shards > 1:
-            index = _of_this_device(index, E)
-        y = _visit(x.reshape(B * T, D), index, share, gate_up, down, self.shards > 1)
+            index = _of_this_device(index, len(self.down))
+        x = x.reshape(B * T, D)
+        y = _visit(x, index, share, self.gate_up, self.down, self.shards > 1)
         return y.reshape(B, T, D)
 
     def _route(self, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         """For [M, D]: expert ids int32 [M, k] and their weights float32 [M, k]."""
         c = self.config
-        D, E = residual.shape[-1], c.num_experts
-        r = rms_norm(residual, None, c.rms_norm_eps) * weight(self, "router_scale", (D,), c)
-        logits = linear(r * D**-0.5, weight(self, "router", (D, E), c), jnp.float32)
+        r = rms_norm(residual, None, c.rms_norm_eps) * self.router_scale
+        logits = linear(r * c.hidden_size**-0.5, self.router, jnp.float32)
         share, index = lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k_experts)
         share = share / share.sum(-1, keepdims=True)
-        scale = weight(self, "per_expert_scale", (E,), c).astype(jnp.float32)
-        return index, share * scale[index]
+        return index, share * self.per_expert_scale.astype(jnp.float32)[index]
 
 
 def _of_this_device(index: jax.Array, E: int) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from carat_jax import checkpoint, compilation_cache, config_json, generate, memory, sharding
+from carat_jax import (
+    checkpoint,
+    compilation_cache,
+    config_json,
+    display,
+    generate,
+    memory,
+    sharding,
+)
 from carat_jax.batch_run import BatchRun
 from carat_jax.chat import ChatFormat, split_thinking
 from carat_jax.config import GemmaConfig
-from carat_jax.generation import Generation, Piece
-from carat_jax.kv_state import init_state
-from carat_jax.model import Params, forward
+from carat_jax.generation import Generation, Piece, Stream
+from carat_jax.kv_state import init_state, state_bytes
+from carat_jax.model import Params, forward, num_params, param_bytes
 from carat_jax.options import GenerateOptions
 from carat_jax.speculative import (
     Drafter,
@@ -55,7 +63,7 @@ def load(
         a limit: memory is taken as each call needs it.
       dtype: "bfloat16" or "float32"; None = the checkpoint's.
       mesh: from `carat.mesh`; everything that the model then does runs on it.
-      progress: show progress bars on a terminal.
+      progress: show progress bars on a terminal or in a notebook.
 
     Raises:
       FileNotFoundError: no such model, or no weights in its folder.
@@ -102,7 +110,7 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
       source: "ngram" (copies from prompt and text, no weights), "tiny" (the bundled model's); or a
         folder or hub id, of an assistant drafter or of a smaller model with the same vocabulary.
       gemma: the model to be accelerated; the drafter takes its dtype and its mesh.
-      progress: show progress bars on a terminal.
+      progress: show progress bars on a terminal or in a notebook.
 
     Raises:
       FileNotFoundError: no such folder or id.
@@ -162,6 +170,18 @@ class Gemma:
             f"max_context {self.max_context})"
         )
 
+    def _repr_html_(self) -> str:
+        c = self.config
+        layers = [("global" if s.window is None else f"window of {s.window:,}") for s in c.layers]
+        shown = {
+            "weights": f"{num_params(c):,} in {c.dtype}, {display.size(param_bytes(c))}",
+            "layers": ", ".join(f"{layers.count(kind)} × {kind}" for kind in dict.fromkeys(layers)),
+            "state of one sequence": f"{display.size(state_bytes(c, 1, self.max_context))} "
+            f"with room for {self.max_context:,} tokens",
+            "vocabulary": f"{c.vocab_size:,}" + (", no tokenizer" if not self.tokenizer else ""),
+        }
+        return display.page("Gemma", display.fields(shown))
+
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -219,16 +239,17 @@ class Gemma:
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
-    ) -> Iterator[Piece]:
+    ) -> Stream:
         """Continues one prompt, giving text as it comes; the last piece has the whole.
 
         The state is freed when the iterator ends, is closed, or is left by an exception.
-        Arguments and errors as in `generate`, raised by this call, not by the first `next`.
+        Arguments and errors as in `generate`, raised by this call, not by the first `next`. As the
+        value of a notebook's cell the stream prints itself live.
         """
         if not _is_single(prompt):
             raise ValueError("stream takes one prompt: use generate for a list")
         speculation = _speculation(drafter, num_proposals, acceptance, profile)
-        return self._stream(self._prepare([prompt], options, speculation))
+        return Stream(self._stream(self._prepare([prompt], options, speculation)))
 
     def chat(
         self,
@@ -317,7 +338,7 @@ class Gemma:
             rows.append(logits[0, : new[0]])
         return jnp.concatenate(rows)
 
-    def _stream(self, run: BatchRun) -> Iterator[Piece]:
+    def _stream(self, run: BatchRun) -> Generator[Piece]:
         with run:
             row = run.rows[0]
             for new in run.advance(1):

@@ -1,9 +1,13 @@
 """What a generation returns to Python."""
 
 import dataclasses
+import reprlib
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
+
+from carat_jax import display
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,31 @@ class Stats:
     draft_s: float | None = None
     verify_s: float | None = None
 
+    def __repr__(self) -> str:
+        known = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return f"Stats({', '.join(f'{k}={_short(v)}' for k, v in known.items() if v is not None)})"
+
+    def _repr_html_(self) -> str:
+        return display.page("Stats", self._table())
+
+    def _table(self) -> display.Html:
+        """The table, without a heading."""
+        rate = f" ({1 / self.tpot_s:,.0f} tokens/s)" if self.tpot_s else ""
+        rows: dict[str, Any] = {
+            "queued": display.duration(self.queue_s),
+            "to the first token": display.duration(self.ttft_s),
+            "a token after it": self.tpot_s and display.duration(self.tpot_s) + rate,
+        }
+        if self.drafted is not None:
+            rows["proposals"] = display.accepted_bar(self.accepted, self.drafted)
+            for i, share in enumerate(self.per_position):
+                drawn = display.bar((share, display.ACCEPTED), width=80)
+                rows[f"proposal {i + 1}"] = display.Html(f"{drawn} stood in {share:.0%}")
+            rows["tokens a round"] = f"{self.acceptance_length:.2f}"
+            rows["drafting"] = display.duration(self.draft_s)
+            rows["verifying"] = display.duration(self.verify_s)
+        return display.fields(rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
@@ -66,6 +95,26 @@ class Generation:
     thinking: str | None = None
     non_finite_step: int | None = None
 
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= 60 else self.text[:57] + "…"
+        return (
+            f"Generation({shown!r}, {len(self.tokens)} tokens after {self.prompt_tokens}, "
+            f"{self.finish_reason!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        reason = self.finish_reason
+        if self.non_finite_step is not None:
+            reason += f": no finite logits for token {self.non_finite_step}"
+        counted = {
+            "tokens": f"{len(self.tokens):,}, after a prompt of {self.prompt_tokens:,}",
+            "ended by": reason,
+            "log-probability": self.logprobs and f"{np.mean(self.logprobs):.2f} a token",
+        }
+        thought = [] if self.thinking is None else [display.text(self.thinking)]
+        parts = [*thought, display.text(self.text), display.fields(counted), self.stats._table()]
+        return display.page("Generation", *parts)
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -81,6 +130,26 @@ class Piece:
     text: str
     tokens: list[int]
     generation: Generation | None = None
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of one generation, as they come. As the value of a notebook's cell it prints
+    itself live."""
+
+    def __init__(self, pieces: Generator[Piece]) -> None:
+        self._pieces = pieces
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the generation and frees its state."""
+        self._pieces.close()
+
+    def _ipython_display_(self) -> None:
+        for piece in self:
+            print(piece.text, end="", flush=True)
+        print()
 
 
 class SpeculationTally:
@@ -152,3 +221,7 @@ class _Rounds:
     timed: int = 0
     seconds: float = 0.0
     draft_s: float = 0.0
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else reprlib.repr(value)

@@ -10,17 +10,20 @@ Each layer has arrays of its own, a step writes them and then reads only what it
 functions that return the state should donate the one they take: then XLA writes in place.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from carat_jax import sharding
+from carat_jax import display, sharding
 from carat_jax.config import ConfigError, GemmaConfig, LayerSpec
 from carat_jax.sharding import AnyMesh
 
 SLACK = 63  # spare ring slots beyond the window: at least the proposals one step may verify
+_ROWS_SHOWN = 4  # of a batch, by a notebook
 
 
 class RingKV(struct.PyTreeNode):
@@ -28,6 +31,9 @@ class RingKV(struct.PyTreeNode):
 
     k: jax.Array
     v: jax.Array
+
+    def __repr__(self) -> str:
+        return _arrays(self)
 
 
 class GlobalKV(struct.PyTreeNode):
@@ -44,6 +50,9 @@ class GlobalKV(struct.PyTreeNode):
     k: jax.Array | None = None
     k_rotated: jax.Array | None = None
 
+    def __repr__(self) -> str:
+        return _arrays(self)
+
 
 LayerKV = RingKV | GlobalKV
 
@@ -53,6 +62,40 @@ class KVState(struct.PyTreeNode):
 
     layers: tuple[LayerKV, ...]
     length: jax.Array
+
+    def __repr__(self) -> str:
+        length = display.values(self.length)
+        shown = display.array(self.length) if length is None else length
+        return f"KVState({len(self.layers)} layers, length={shown})"
+
+    def _repr_html_(self) -> str:
+        lengths = (display.values(self.length) or [])[:_ROWS_SHOWN]
+        kinds: dict[str, list[LayerKV]] = {}
+        for kv in self.layers:
+            kinds.setdefault(repr(kv), []).append(kv)
+        rows = [
+            [f"{len(kvs)} × {arrays}", _bytes(kvs), *(_filled(kvs[0], n) for n in lengths)]
+            for arrays, kvs in kinds.items()
+        ]
+        held = [f"row {row}: {n:,} positions" for row, n in enumerate(lengths)]
+        return display.page(repr(self), display.table(["layers", "bytes", *held], rows))
+
+
+def _arrays(kv: LayerKV) -> str:
+    held = {name: getattr(kv, name) for name in ("k", "v", "k_rotated") if hasattr(kv, name)}
+    inside = ", ".join(f"{n}={display.array(x)}" for n, x in held.items() if x is not None)
+    return f"{type(kv).__name__}({inside})"
+
+
+def _bytes(layers: list[LayerKV]) -> str:
+    leaves = jax.tree.leaves(layers)
+    return display.size(sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves))
+
+
+def _filled(kv: LayerKV, length: int) -> display.Html:
+    slots = kv.v.shape[2]
+    bar = display.bar((length / slots, display.NEUTRAL), width=80)
+    return display.Html(f"{bar} {min(length, slots):,} of {slots:,} slots")
 
 
 def round_up(n: int, multiple: int = 64) -> int:

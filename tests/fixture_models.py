@@ -30,14 +30,10 @@ LOGITS = {"dense_31b_like": 2e-4, "e2b_like": 2.5e-3, "moe_26b_like": 1e-3}
 LENGTHS = (1, 15, 16, 17, 29, 30, 31, 32, 33, 47, 48, 49, 50, 63, 64, 65)
 CHUNK = 30
 
-# The tests run each program a few times: code that is compiled quickly serves them better. What
-# XLA does to the program is the same, only LLVM does less.
-QUICK = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
 step = jax.jit(
     forward,
     static_argnames=("config", "implementation"),
     donate_argnames="state",
-    compiler_options=QUICK,
 )
 
 
@@ -53,7 +49,7 @@ def quick_for(*quick: str) -> pytest.MarkDecorator:
 each_model = pytest.mark.parametrize("name", NAMES, scope="session")
 
 
-@functools.partial(jax.jit, static_argnames="config", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="config")
 def record(
     params: Params, config: GemmaConfig, tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 import carat_jax as carat
 from carat_jax import cli, compilation_cache, memory
@@ -301,7 +300,7 @@ def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
     file = tmp_path / "result.json"
     assert cli.main(["bench", "serving", *argv, "--json", str(file)]) == 0
     printed = capsys.readouterr()
-    assert printed.err == ""
+    assert "arning" not in printed.err
     return json.loads(file.read_text()), printed.out.splitlines()
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import pytest
 import scripted_model
-from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import chain
 from test_memory import SIZES
 

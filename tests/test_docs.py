@@ -1,22 +1,200 @@
-"""The examples of the documentation, run as they stand there."""
+"""README and documentation: their examples run, their commands are real, the site builds."""
 
+import ast
+import contextlib
+import importlib
+import importlib.util
+import json
 import re
+import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-EXAMPLES = {
-    file.name: "\n".join(re.findall(r"^```python\n(.*?)^```", file.read_text(), re.S | re.M))
-    for file in sorted(DOCS.glob("*.md"))
+import carat_jax as carat
+from carat_jax import cli, compilation_cache
+from carat_jax.training import acceptance, drafter, tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+# Blocks of Python that do not run here, by page and first line.
+NOT_RUN = {
+    ("docs/howto/load.md", 'gemma = carat.load("google/gemma-4-31B-it", max_context=32768)'):
+        "a gated checkpoint of 63 GB",
+}  # fmt: skip
+
+# Commands that do not run here, by how they begin; their arguments are parsed.
+COMMANDS_NOT_RUN = {
+    "carat bench": "made for a GPU; tests/test_bench*.py run them in small",
+    "carat generate 'The ring buffer'": "a gated checkpoint",
+    "carat chat": "a gated checkpoint, and somebody to talk to",
+    "python -m carat_jax.training": "minutes of training; tests/test_training*.py run it in small",
+    "python scripts/plot_results.py": "test_the_plot_shows_every_result runs its parts",
+    "make": "sets up an environment; tests/test_packaging.py runs that",
 }
 
 
-@pytest.mark.parametrize("page", [name for name, code in EXAMPLES.items() if code])
-def test_the_examples_of_a_page_run(page):
-    names: dict = {}
-    exec(compile(EXAMPLES[page], page, "exec"), names)
-    if page == "drafters.md":
+def blocks(page: Path, language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    return [block.strip() for block in found]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each command, with the page it is on."""
+    for page, name in zip(PAGES, NAMES, strict=True):
+        for block in blocks(page, "bash"):
+            yield from ((name, shlex.split(line)) for line in block.split("\n"))
+
+
+@pytest.fixture(autouse=True)
+def no_files_in_the_users_cache(monkeypatch):
+    monkeypatch.setattr(compilation_cache, "enable", lambda: None)
+
+
+# --- Python --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, p in zip(NAMES, PAGES, strict=True) if blocks(p, "python")]
+)
+def test_the_examples_of_a_page_run(name, capsys):
+    run = [b for b in blocks(ROOT / name, "python") if (name, b.split("\n")[0]) not in NOT_RUN]
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(run), name, "exec"), names)
+    if name == "docs/drafters.md":
         plain, fast = names["plain"], names["fast"]
         assert fast.tokens == plain.tokens
         assert fast.stats.accepted > 0
+
+
+def test_examples_that_do_not_run_are_there_and_name_what_exists():
+    for (name, first), reason in NOT_RUN.items():
+        assert reason
+        (block,) = [b for b in blocks(ROOT / name, "python") if b.split("\n")[0] == first]
+        for call in ast.walk(ast.parse(block)):
+            if isinstance(call, ast.Call):
+                function = eval(ast.unparse(call.func), {"carat": carat})
+                known = importlib.import_module("inspect").signature(function)
+                known.bind(*call.args, **{k.arg: k.value for k in call.keywords})
+
+
+# --- Commands ------------------------------------------------------------------------------------
+
+
+def not_run(words: list[str]) -> str | None:
+    line = shlex.join(words)
+    return next((why for start, why in COMMANDS_NOT_RUN.items() if line.startswith(start)), None)
+
+
+def parser_of(words: list[str]) -> tuple[Any, list[str]]:
+    if words[0] == "carat":
+        return cli._parser(), words[1:]
+    modules = {m.__name__: m for m in (acceptance, drafter, tiny)}
+    assert words[:2] == ["python", "-m"], words
+    return modules[words[2]]._parser(), words[3:]
+
+
+def test_every_command_is_one():
+    checked = 0
+    for name, words in commands():
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
+        elif words[1].startswith("scripts/"):
+            assert (ROOT / words[1]).is_file()
+        else:
+            parser, arguments = parser_of(words)
+            with contextlib.redirect_stderr(sys.stdout):
+                try:
+                    parser.parse_args(arguments)
+                except SystemExit:
+                    pytest.fail(f"{name}: {shlex.join(words)}")
+        checked += 1
+    assert checked > 20
+
+
+def test_commands_that_need_nothing_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wanted = [words for _, words in commands() if not_run(words) is None]
+    for words in dict.fromkeys(map(tuple, wanted)):
+        assert cli.main(words[1:]) == 0, words
+    assert len(wanted) > 6
+    assert "def " in capsys.readouterr().out
+
+
+def test_what_is_left_out_is_there():
+    lines = [shlex.join(words) for _, words in commands()]
+    for start in COMMANDS_NOT_RUN:
+        assert any(line.startswith(start) for line in lines), start
+
+
+# --- Numbers and the site ------------------------------------------------------------------------
+
+
+def scripts(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results(pattern: str) -> list[dict]:
+    files = sorted((ROOT / "benchmarks" / "h200").glob(pattern))
+    return [row for file in files for row in json.loads(file.read_text())["rows"]]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/how_it_works.md"])
+def test_each_row_of_a_table_of_decode_steps_was_measured(name):
+    """Size, batch, ms, floor, ratio, GB/s and tokens/s of a row, rounded as they stand there."""
+    rows = re.findall(r"^\| (E2B|E4B|12B|26B-A4B|31B) \|(.*)\|$", (ROOT / name).read_text(), re.M)
+    assert len(rows) >= 4
+    for size, cells in rows:
+        numbers = re.findall(r"(?<![\w-])[\d,]+(?:\.\d+)?(?= \|| *$)", cells.partition("`")[0])
+        given = [text.replace(",", "") for text in numbers]
+        batch, *_, ms, floor, ratio, rate, tokens = given
+        stated = {"ms": ms, "floor_ms": floor, "ratio": ratio, "gb_per_s": rate,
+                  "tokens_per_s": tokens}  # fmt: skip
+        measured = [r for r in results("decode_*.json") if r["config"] == size.lower()]
+        assert any(
+            row["batch"] == int(batch)
+            and all(abs(row[k] - float(v)) <= half_a_digit(v) for k, v in stated.items())
+            for row in measured
+        ), (size, stated)
+
+
+def half_a_digit(text: str) -> float:
+    return 0.5001 * 10.0 ** -len(text.partition(".")[2])
+
+
+def test_the_plot_shows_every_result():
+    script = scripts("plot_results")
+    plot = script.PLOT.read_text(encoding="utf-8")
+    rows = script.decode_rows()
+    assert len(rows) == len([row for row in results("decode_*.json") if not row.get("void")])
+    for row in rows:
+        assert script.told(row) in plot, row
+
+
+def test_the_api_page_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    documented = {line.rpartition(".")[2] for line in page.split("\n") if line.startswith(":::")}
+    assert set(carat.__all__) - documented == {"speculative"}
+
+
+def test_links_of_the_readme_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_the_site_builds(tmp_path):
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site")))
+    for page in ("index.html", "api/index.html", "notebooks/02_ring_buffer/index.html"):
+        assert (tmp_path / "site" / page).is_file()

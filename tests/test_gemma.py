@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import scripted_model
 from fixture_models import FOLDER
-from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, SIZE, TOKENIZER, chain
 
 import carat_jax as carat
 from carat_jax import compilation_cache, generate
 from carat_jax.batch_run import BatchRun
+from carat_jax.generation import Stream
 
 
 def spoken(gemma: carat.Gemma, prompt: str | list[int], **options) -> carat.Generation:
@@ -497,6 +497,7 @@ def test_a_generation_leaves_nothing_on_the_device(talker, states):
 def test_a_stream_that_is_closed(talker, states):
     before = live_arrays()
     pieces = talker.stream("a")
+    assert isinstance(pieces, Stream)  # which a notebook prints live
     for _ in range(3):
         next(pieces)
     assert not all(array.is_deleted() for array in states)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import scipy.special
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 import carat_jax as carat
 from carat_jax import generate

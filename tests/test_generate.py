@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import scripted_model
 import small_model
-from fixture_models import QUICK, each_model, model
-from quick_compilation import quick_compilation  # noqa: F401
+from fixture_models import each_model, model
 from scripted_model import BOS, EOS, ID, chain
 
 import carat_jax as carat
@@ -21,7 +20,7 @@ KEY = jax.random.key(0)
 # --- Against stored continuations, inside a user's jit -------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("config", "options"), compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames=("config", "options"))
 def users_function(params, config, tokens, lengths, key, options):
     """What a research script may write: a generation, and something computed from it."""
     out = carat.generate_tokens(params, config, tokens, lengths, key, options)

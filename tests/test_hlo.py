@@ -81,8 +81,7 @@ def compiled(
 ) -> jax.stages.Compiled:
     function = functools.partial(function, config=config)
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
-    quick = {"xla_llvm_disable_expensive_passes": True}  # after all that is looked at here
-    jitted = jax.jit(function, donate_argnums=2 if donate else (), compiler_options=quick)
+    jitted = jax.jit(function, donate_argnums=2 if donate else ())
     return jitted.lower(abstract_params(config), tokens, state_of(config)).compile()
 
 

@@ -12,7 +12,6 @@ from fixture_models import (
     CHUNK,
     LENGTHS,
     LOGITS,
-    QUICK,
     each_model,
     empty,
     feed,
@@ -226,7 +225,7 @@ def test_random_weights_keep_the_size_of_what_they_multiply():
     config = dataclasses.replace(
         model("dense_31b_like").config, num_hidden_layers=1, layer_types=(FULL,)
     )
-    init = jax.jit(init_params, static_argnums=0, compiler_options=QUICK)
+    init = jax.jit(init_params, static_argnums=0)
     layer = init(config, jax.random.key(1))["layers_0"]
     summed = {"qkv": (0,), "o": (0, 1, 2)}
     for name, axes in summed.items():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import sampling
 from carat_jax.sampling import Sampling

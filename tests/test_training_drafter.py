@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import small_model
 import tokenizers
-from fixture_models import FOLDER, QUICK, Model, empty, model
-from quick_compilation import quick_compilation  # noqa: F401
+from fixture_models import FOLDER, Model, empty, model
 
 import carat_jax as carat
 from carat_jax.chat import ChatFormat
@@ -45,7 +44,7 @@ def pair(name: str) -> tuple[Assistant, Model]:
 # --- Rounds in parallel --------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="config", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="config")
 def in_parallel(
     assistant: Assistant, params: dict, config: carat.GemmaConfig, tokens: jax.Array
 ) -> tuple[jax.Array, Scores]:
@@ -69,7 +68,7 @@ class Recording(Assistant):
 RECORDED: list[Scores] = []
 
 
-@functools.partial(jax.jit, static_argnames="config", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="config")
 def in_use(
     assistant: Assistant,
     params: dict,

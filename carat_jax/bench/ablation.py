@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ablation_plots.prepare(args.png)
     rows: list[Row] = []
     for claim in args.claim:
-        rows += ({"claim": claim} | row for row in CLAIMS[claim](config, counts[claim]))
+        for row in CLAIMS[claim](config, counts[claim]):
+            report.say(f"{claim}: {row}")
+            rows.append({"claim": claim} | row)
     return {
         "benchmark": "ablation",
         "environment": report.environment(),

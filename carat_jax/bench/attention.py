@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     skipped = [{"implementation": name, "why": why} for name, why in absent.items() if why]
     kept = _Kept()
     for config, case in wanted:
+        report.say(
+            f"{config} {case.op}: {case.context:,} positions, T {case.tokens}, B {case.batch}"
+        )
         names = [name for name in OPS[case.op].implementations if name in chosen]
         refusals = {name: why for name in names if (why := _refusal(case, name))}
         skipped += [_label(config, case, name) | {"why": why} for name, why in refusals.items()]

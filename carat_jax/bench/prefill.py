@@ -46,13 +46,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"prompt {max(args.prompt):,} + {generate.DECODE_STEPS} tokens exceeds "
             f"--max-context {args.max_context:,}"
         )
+    report.say(f"{args.config}: weights")
     config, params = random_model.make(args.config, args.dtype)
     estimate = memory_estimate(config, 1, args.max_context)
     rows = []
     for length in args.prompt:
         for size in sorted(set(generate.prefill_plan(length, 1))):
             _generate(params, config, size // 2 + 1, args.max_context)  # compiles
+        report.say(f"prompt of {length:,}: compiled")
         ttft, tpot = _generate(params, config, length, args.max_context)
+        report.say(f"prompt of {length:,}: {ttft:.3f} s to the first token")
         peak = report.peak_memory()
         rows.append(
             {

@@ -9,12 +9,10 @@ from typing import Any
 
 import jax
 
-from carat_jax import generate
 from carat_jax.bench.serving_summary import Record
 from carat_jax.bench.workload import Conversation
 from carat_jax.engine import Engine
 from carat_jax.engine.metrics import tpot_s
-from carat_jax.engine.scheduler import STEPS, STEPS_BESIDE_PREFILL
 
 # (prompt, tokens wanted, seed) -> the tokens, and the record or None where they did not all come.
 Ask = Callable[[list[int], int, int], tuple[list[int], Record | None]]
@@ -93,22 +91,6 @@ def ask_engine(
         rounds=sum((generation.stats.rounds or {}).values()),
         accepted=generation.stats.accepted or 0,
     )
-
-
-def warm_up(engine: Engine, slots: int, prefill_chunk: int) -> None:
-    """Compiles what an engine needs: every size of a chunk and every number of rows."""
-    smaller = [chunk for chunk in generate.PREFILL_CHUNKS if chunk < prefill_chunk]
-    for i, chunk in enumerate([*smaller, prefill_chunk]):
-        prompt = [i] * min(chunk, engine.max_context - 1)  # none begins like another
-        engine.submit(prompt, max_new_tokens=1, **AS_ASKED).result()
-    # Those that join first end first, one after another, once all have joined.
-    joined = STEPS_BESIDE_PREFILL * slots
-    requests = []
-    for i in range(slots):
-        count = min(joined + (i + 1) * STEPS, engine.max_context - 1)
-        requests.append(engine.submit([0], max_new_tokens=count, **AS_ASKED))
-    for request in requests:
-        request.result()
 
 
 def reused_tokens(engine: Engine) -> int:

@@ -1,8 +1,11 @@
 """What every benchmark reports besides its own numbers, and how it lays out a table."""
 
 import datetime
+import functools
 import platform
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,15 @@ def environment() -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
     }
+
+
+def say(what: str) -> None:
+    """Tells whoever waits what has been done, on stderr, with the seconds since the first time.
+
+    Weights of a large model and their programs take minutes, and a result comes at the end.
+    """
+    seconds = -_began() + time.perf_counter()
+    print(f"{seconds:6.1f} s  {what}", file=sys.stderr, flush=True)
 
 
 def read_bandwidth() -> float | None:
@@ -50,6 +62,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def rounded(value: float | None, digits: int) -> float | None:
     """round() that lets None pass."""
     return None if value is None else round(value, digits)
+
+
+@functools.cache
+def _began() -> float:
+    return time.perf_counter()
 
 
 def _commit() -> str | None:

@@ -17,12 +17,12 @@ import jax
 from carat_jax import memory
 from carat_jax.bench import random_model, report, serving_summary, workload
 from carat_jax.bench.replay import (
+    AS_ASKED,
     Ask,
     ask_engine,
     compilation_seconds,
     replay,
     reused_tokens,
-    warm_up,
 )
 from carat_jax.bench.speculative import ACCEPTANCE
 from carat_jax.bench.static_batches import StaticBatches
@@ -174,7 +174,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for drafter, speculation in drafters.items():
         for slots in args.slots:
             with Engine(model, slots=slots, **sizes, **speculation) as engine:
-                warm_up(engine, slots, args.prefill_chunk)
+                report.say(f"{slots} slots, drafter {drafter}: compiles")
+                engine.warm_up(**AS_ASKED)
+                report.say("runs")
                 before = reused_tokens(engine)
                 ask = functools.partial(ask_engine, engine)
                 rows.append(measure(f"{slots} slot{'s' * (slots > 1)}", drafter, slots, ask))

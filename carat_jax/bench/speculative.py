@@ -78,11 +78,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     speculation = Speculation(Assistant.abstract(shape), K, rule)
     config = GemmaConfig.preset(args.config)
     check_speculation(speculation, abstract_state(config, 1, args.context + K + 1), config)
+    report.say(f"{args.config}: weights")
     config, params = random_model.make(args.config, args.dtype)
     drafter = Assistant.random(shape, jax.random.key(1))
     speculation = dataclasses.replace(speculation, drafter=drafter)
     rows = []
     for batch in args.batch:
+        report.say(f"batch {batch}")
         row = {"config": args.config, "batch": batch, "context": args.context, "proposals": K}
         rows.append(row | _measure(params, config, speculation, batch, args.context))
     environment = report.environment()

@@ -39,7 +39,7 @@ def convert(
       dtype: "bfloat16" or "float32"; None = what the source's config.json says.
       mesh: devices that hold the weights together meanwhile, and write each its own; what is
         written can be loaded onto any number.
-      progress: show a bar on a terminal.
+      progress: show a bar on a terminal or in a notebook.
 
     Raises:
       FileExistsError: the destination is a file, or has something in it.

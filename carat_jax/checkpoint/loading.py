@@ -39,7 +39,7 @@ def load_params(
       path: the folder.
       config: what its `config.json` says; `dataclasses.replace(config, dtype=…)` to convert.
       mesh: from `carat.mesh`; the tree then knows it (`sharding.MeshParams`).
-      progress: show a bar on a terminal.
+      progress: show a bar, on a terminal or in a notebook, if it takes more than a second.
 
     Raises:
       ConfigError: a mesh that the model cannot be cut for.

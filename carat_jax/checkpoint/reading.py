@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jax import lax
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
+from carat_jax import display
 from carat_jax.checkpoint.mapping import Part, Recipe
 from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_box
 from carat_jax.model import Params
@@ -33,7 +34,7 @@ def read(plan: Plan, shapes: Params, progress: bool) -> Params:
       plan: for each parameter its recipe, and where the tensors of its parts lie.
       shapes: the parameters as `jax.ShapeDtypeStruct`; those with a sharding are read for the
         devices of this process, the others onto the default device.
-      progress: show a bar on a terminal.
+      progress: show a bar, on a terminal or in a notebook, if it takes more than a second.
 
     Raises:
       CheckpointError: a file ended early.
@@ -47,8 +48,8 @@ def read(plan: Plan, shapes: Params, progress: bool) -> Params:
         for piece in _pieces(block, recipe, part, info)
     ]
     arrays: dict[str, list[jax.Array]] = collections.defaultdict(list)
-    with tqdm(total=sum(piece.nbytes for piece in pieces), unit="B", unit_scale=True,
-              desc="loading weights", disable=None if progress else True) as bar:  # fmt: skip
+    total = sum(piece.nbytes for piece in pieces)
+    with display.progress_bar(total, "loading weights", progress) as bar:
         blocks = _read_ahead(pieces, bar)
         for block, own in itertools.groupby(blocks, lambda item: item[0].block):
             array = _assemble(block, plan[block.path][0], own, leaves[block.path].dtype)

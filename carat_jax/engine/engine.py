@@ -11,7 +11,7 @@ from carat_jax import generate
 from carat_jax.batch_run import Row
 from carat_jax.engine.prefix import Past
 from carat_jax.engine.request import Cancelled, Request
-from carat_jax.engine.scheduler import Scheduler
+from carat_jax.engine.scheduler import STEPS, Scheduler
 from carat_jax.gemma import Gemma, Prompt
 from carat_jax.generation import Generation
 from carat_jax.speculative import Drafter, Exact, Rule, Speculation
@@ -164,13 +164,42 @@ class Engine:
         """`generate`, for `await`."""
         return await asyncio.to_thread(self.generate, prompts, **options)
 
+    def warm_up(self, **options: Any) -> None:
+        """Compiles what requests with these options will need, so that none has to wait for it.
+
+        That is every size of a chunk of a prompt and every number of rows: minutes, for a large
+        model and an empty compilation cache. It makes requests of its own, which the metrics count;
+        call it before others come.
+
+        Args:
+          **options: fields of `GenerateOptions`. What is compiled hangs on whether all requests are
+            greedy, and on `logprobs`.
+
+        Raises as `submit`.
+        """
+        options |= {"stop_token_ids": [], "stop": ()}  # nothing but the number of tokens ends them
+        longest = self.max_context - 1
+        for i, chunk in enumerate(self._scheduler.chunks):
+            prompt = [i] * min(chunk, longest)  # none begins like another
+            self.submit(prompt, **options | {"max_new_tokens": 1}).result()
+        # Those that join first end first, one after another, once all have joined.
+        slots = self._scheduler.slots
+        counts = [2 * STEPS * (slots + i) for i in range(slots)]
+        requests = [
+            self.submit([0], **options | {"max_new_tokens": min(count, longest)})
+            for count in counts
+        ]
+        for request in requests:
+            request.result()
+
     def snapshot(self, prompt: Prompt) -> Past:
         """Reads a beginning that many prompts share, a system prompt say, and keeps its state.
 
-        Prompts that begin with these ids go on from there, until it is given to `release`.
+        Prompts that begin with these ids go on from there, until it is given to `release`. It is
+        read before the prompts that wait, chunk by chunk: those that generate go on meanwhile.
         """
         ids = self.gemma.checked([prompt], {"max_new_tokens": 1}, self.max_context)[0][0]
-        return self._call(lambda: self._scheduler.snapshot(ids))
+        return self._call(lambda: self._scheduler.snapshot(ids)).result()
 
     def release(self, snapshot: Past) -> None:
         """Gives up a snapshot and its memory."""

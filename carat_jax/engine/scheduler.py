@@ -5,14 +5,15 @@ the prompt. So a long prompt holds the others up for a chunk at a time, and they
 No threads here: `Engine` calls `step` from one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import Future
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from carat_jax import generate, sharding
@@ -20,17 +21,16 @@ from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.metrics import Metrics, tpot_s
 from carat_jax.engine.prefix import Past, Pasts
+from carat_jax.engine.reading import Reader, Reading
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.rows import Rows, free
 from carat_jax.generation import Generation, SpeculationTally, Stats
-from carat_jax.kv_state import KVState, abstract_state, init_state
+from carat_jax.kv_state import KVState, abstract_state
 from carat_jax.model import Params
 from carat_jax.speculative import (
     Counts,
     Speculation,
     check_speculation,
-    read_prompt,
-    start,
 )
 
 STEPS = 8  # tokens of a call while nothing else waits for the device
@@ -54,33 +54,12 @@ class Admitted:
     tally: SpeculationTally | None = None
 
 
-@dataclasses.dataclass
-class Reading:
-    """A prompt being read.
-
-    Attributes:
-      owner: whose; None for a snapshot.
-      ids: the prompt.
-      count: tokens of it that `kv` holds.
-      written: see `Past`.
-      kv, hidden: state of the sequence, and what `prefill_chunk` returned last.
-      drafting: the drafter's state, which has read as much.
-    """
-
-    owner: Admitted | None
-    ids: list[int]
-    count: int
-    written: int
-    kv: KVState
-    hidden: Any
-    drafting: Any
-
-
 class Scheduler:
     """Requests in, work for the device out.
 
     Attributes:
       waiting: requests without a slot; the caller appends.
+      snapshots: what is to be read and kept, and who waits for it.
       reading: the prompt being read, if any.
       rows: the sequences that generate.
       pasts: states of ended ones.
@@ -109,15 +88,16 @@ class Scheduler:
             drafter = sharding.everywhere(speculation.drafter, sharding.mesh_of(params))
             speculation = dataclasses.replace(speculation, drafter=drafter)
         self.params = params
-        self._mesh = sharding.mesh_of(params)
         self.config = config
         self.slots = slots
         self.max_context = max_context
         self.speculation = speculation
-        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
         self.waiting: deque[Request] = deque()
+        self.snapshots: deque[tuple[list[int], Future]] = deque()
         self.reading: Reading | None = None
         self.rows = Rows(params, config, slots, speculation)
+        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+        self._reader = Reader(params, config, max_context, self.chunks, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
         self._admitted: list[Admitted] = []
@@ -126,18 +106,13 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.reading or self.rows.live)
+        return not (self.waiting or self.snapshots or self.reading or self.rows.live)
 
     def step(self) -> None:
         """One unit of work; see the module's docstring."""
         self._drop_cancelled()
-        if self.reading is None and self.waiting and len(self.rows.live) < self.slots:
-            request = self.waiting.popleft()
-            admitted = Admitted(request, tally=SpeculationTally(1) if self.speculation else None)
-            self._admitted.append(admitted)
-            request.times.admitted = time.perf_counter()
-            self.reading = self._open(admitted, request.prompt)
-            self.metrics.admitted(request.times, len(request.prompt), self.reading.count)
+        if self.reading is None:
+            self._begin_reading()
         if self.reading is not None:
             self._read_on(self.reading)
         if self.reading is None and not self.waiting:
@@ -145,84 +120,90 @@ class Scheduler:
         if self.rows.live:
             self._decode(STEPS if self.reading is None else STEPS_BESIDE_PREFILL)
 
-    def snapshot(self, ids: list[int]) -> Past:
-        """Reads tokens now, and keeps the state for every prompt that begins with them.
+    def snapshot(self, ids: list[int]) -> Future:
+        """Has tokens read, and their state kept for every prompt that begins with them.
 
-        Until it is given to `pasts.drop`. It takes the memory of a slot, beside the slots.
+        Until the result, a `Past`, is given to `pasts.drop`. It takes the memory of a slot, beside
+        the slots.
         """
-        reading = self._open(None, [*ids, 0])  # the last token of a prompt is always left
-        while reading.count < len(ids):
-            self._chunk(reading, len(ids))
-        past = Past(np.asarray(ids), reading.kv, reading.written, pinned=True)
-        free(reading.drafting)
-        self.pasts.keep(past)
-        return past
+        future: Future = Future()
+        self.snapshots.append((ids, future))
+        return future
 
     def abandon(self, error: BaseException) -> None:
         """Ends every request with this error, and frees everything."""
         requests = [*(admitted.request for admitted in self._admitted), *self.waiting]
+        futures = [future for _, future in self.snapshots]
+        if self.reading is not None and isinstance(self.reading.owner, Future):
+            futures.append(self.reading.owner)
         self.waiting.clear()
+        self.snapshots.clear()
         self._admitted.clear()
         self._stop_reading()
         self.rows.clear()
         self.pasts.clear()
         for request in requests:
             self._fail(request, error)
+        for future in futures:
+            future.set_exception(error)
 
-    def _open(self, owner: Admitted | None, ids: list[int]) -> Reading:
-        """A state for a prompt: one that has read its beginning if there is one, else an empty."""
-        found = self.pasts.take(ids)
+    def _begin_reading(self) -> None:
+        """Takes up the next prompt, if there is one and a slot for it. A snapshot needs none."""
+        if self.snapshots:
+            ids, future = self.snapshots.popleft()
+            # The last token of a prompt is always left to be read: here it is none of theirs.
+            with self._ending(future):
+                self._open(future, [*ids, 0], len(ids))
+        elif self.waiting and len(self.rows.live) < self.slots:
+            request = self.waiting.popleft()
+            admitted = Admitted(request, tally=SpeculationTally(1) if self.speculation else None)
+            self._admitted.append(admitted)
+            request.times.admitted = time.perf_counter()
+            self._open(admitted, request.prompt, len(request.prompt))
+            self.metrics.admitted(request.times, len(request.prompt), self.reading.count)
+
+    def _open(self, owner: Admitted | Future, ids: list[int], end: int) -> None:
+        past = self.pasts.take(ids)
         self._make_room(self.rows.needed)
-        if found is None:
-            kv = init_state(self.config, 1, self.max_context, mesh=self._mesh)
-            found = Past(np.zeros(0, int), kv, written=0)
-        count = len(found.ids)
-        hidden = jnp.zeros((1, self.config.hidden_size), jnp.dtype(self.config.dtype))
-        hidden = sharding.place(hidden, self._mesh)
-        drafting = None
-        if self.speculation is not None:
-            drafter = self.speculation.drafter
-            drafting = drafter.init(self.config, 1, self.max_context)
-            drafting = sharding.place(drafting, self._mesh)
-            # Drafters cannot go back, and are small: they read from the beginning.
-            for tokens, new in generate.prefill_pieces([ids[:count]], self.chunks) if count else ():
-                drafting = read_prompt(drafter, drafting, tokens, new)
-        return Reading(owner, ids, count, found.written, found.kv, hidden, drafting)
-
-    def _chunk(self, reading: Reading, end: int) -> None:
-        """Reads one chunk, up to token `end` of the prompt at most."""
-        rest = reading.ids[reading.count : end]
-        size = generate.chunk_size(len(rest), 1, self.chunks)
-        tokens, new = next(generate.prefill_pieces([rest[:size]], (size,)))
-        reading.hidden, reading.kv = generate.prefill_chunk(
-            self.params, self.config, tokens, reading.kv, new, reading.hidden
-        )
-        if self.speculation is not None:
-            reading.drafting = read_prompt(self.speculation.drafter, reading.drafting, tokens, new)
-        reading.count += int(new[0])
-        reading.written = max(reading.written, reading.count)
+        self.reading = self._reader.open(owner, ids, end, past, drafted=isinstance(owner, Admitted))
 
     def _read_on(self, reading: Reading) -> None:
-        """One chunk; after the last, the first token, and the sequence joins the others."""
-        self._chunk(reading, len(reading.ids))
-        if reading.count < len(reading.ids):
+        """One chunk; after the last, the sequence joins the others, or the snapshot is kept."""
+        done = False
+        with self._ending(reading.owner):
+            done = self._reader.read_on(reading)
+        if not done:
             return
         self.reading = None
-        admitted, spec = reading.owner, self.speculation
-        options = admitted.request.options
-        controls = generate.Controls.of(options, generate.row_keys(options.seed, 1))
-        first, state = generate.begin(
-            self.params, self.config, reading.hidden, reading.kv, controls
-        )
+        if isinstance(reading.owner, Future):
+            ids = np.asarray(reading.ids[: reading.end])
+            past = Past(ids, reading.kv, reading.written, pinned=True)
+            self.pasts.keep(past)
+            reading.owner.set_result(past)
+        else:
+            self._join(reading, reading.owner)
+
+    @contextlib.contextmanager
+    def _ending(self, owner: Admitted | Future) -> Iterator[None]:
+        """A snapshot that fails, for want of memory say, ends alone."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(owner, Future):
+                raise
+            self._stop_reading()
+            owner.set_exception(error)
+
+    def _join(self, reading: Reading, admitted: Admitted) -> None:
+        """The first token after a prompt, and a row for those that follow."""
+        first, state = self._reader.finish(reading, admitted.request.options)
         admitted.written = reading.written
-        last = self._take(admitted, sharding.fetch(first), 0)
+        last = self._take(admitted, first, 0)
         if last is not None:
             self._end(admitted, last, reading.kv)
             return
-        if spec is not None:
-            state = start(spec.drafter, reading.drafting, reading.hidden, state)
         self._make_room(self.rows.needed)
-        self.rows.insert(admitted, state)
+        self.rows.insert(admitted, self._reader.with_drafter(reading, state))
 
     def _decode(self, steps: int) -> None:
         occupants = list(self.rows.occupants)
@@ -305,13 +286,13 @@ class Scheduler:
         for request in [r for r in self.waiting if r.cancelling]:
             self.waiting.remove(request)
             self._fail(request, Cancelled(None))
-        reading = self.reading
-        if reading is not None and reading.owner.request.cancelling:
+        reading, owner = self.reading, self.reading and self.reading.owner
+        if isinstance(owner, Admitted) and owner.request.cancelling:
             self.reading = None
             free(reading.drafting)
-            reading.owner.written = reading.written
-            self._release(reading.owner, reading.kv)
-            self._fail(reading.owner.request, Cancelled(None))
+            owner.written = reading.written
+            self._release(owner, reading.kv)
+            self._fail(owner.request, Cancelled(None))
         for admitted in [a for a in self.rows.live if a.request.cancelling]:
             generation = self._generation(admitted)
             self._release(admitted, self.rows.remove(admitted, keep=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import tokenizers
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from carat_jax.training.loop import Point, Trained, TrainingOptions
 

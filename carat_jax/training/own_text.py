@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import struct
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import generate_tokens

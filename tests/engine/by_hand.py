@@ -5,6 +5,7 @@ import small_model
 
 from carat_jax.batch_run import Row
 from carat_jax.engine import Request
+from carat_jax.engine.prefix import Past
 from carat_jax.engine.scheduler import Scheduler
 from carat_jax.gemma import Gemma, Prompt
 from carat_jax.generation import Generation
@@ -56,3 +57,10 @@ def run(s: Scheduler, gemma: Gemma, prompt: Prompt, **options) -> Generation:
     request = submit(s, gemma, prompt, **options)
     work_off(s)
     return request.result(timeout=0)
+
+
+def snapshot(s: Scheduler, ids: list[int]) -> Past:
+    """One snapshot, read to its end."""
+    future = s.snapshot(ids)
+    work_off(s)
+    return future.result(timeout=0)

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 import scripted_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import generate
 from carat_jax.engine import Cancelled, Engine, QueueFull, Request
@@ -356,6 +355,25 @@ def test_an_error_of_the_device_reaches_every_request(engine, monkeypatch, place
 
 
 # --- Snapshots and memory ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_nothing_is_left_to_compile_after_warming_up(engine):
+    compiled = []
+
+    def listen(event: str, _: float, **what) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(what)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.clear_caches()
+    made = engine(slots=3)
+    made.warm_up()
+    before = len(compiled)
+    requests = [made.submit(p, max_new_tokens=12) for p in PROMPTS * 2]
+    tokens = [r.result(WAIT).tokens for r in requests]
+    assert before > 0 and not compiled[before:]
+    assert tokens == [alone(p) for p in PROMPTS] * 2
 
 
 def test_a_snapshot_from_another_thread_than_the_engines(engine):

@@ -7,7 +7,6 @@ import by_hand
 import jax.numpy as jnp
 import pytest
 from prometheus_client import generate_latest
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax.engine import Cancelled, Engine, QueueFull
 from carat_jax.engine.metrics import Metrics, tpot_s

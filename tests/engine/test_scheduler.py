@@ -12,9 +12,9 @@ import scripted_model
 import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick_compilation import quick_compilation  # noqa: F401
 
 import carat_jax as carat
+from carat_jax import generate
 from carat_jax.engine import Cancelled
 from carat_jax.engine.scheduler import STEPS, STEPS_BESIDE_PREFILL
 from carat_jax.generation import Generation
@@ -178,6 +178,49 @@ def test_a_long_prompt_holds_nobody_up_for_longer_than_a_chunk():
     by_hand.work_off(s)
     assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=100).tokens
     assert long.result(0).tokens == model.generate(BASE[:300], max_new_tokens=2).tokens
+
+
+def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+    talking = by_hand.submit(s, model, BASE[:5], max_new_tokens=100)
+    s.step()
+    waiting = by_hand.submit(s, model, BASE[:200], max_new_tokens=2)
+    snapshot = s.snapshot(BASE[:190])  # needs no slot
+    for chunk in range(3):
+        before = len(talking.row.tokens)
+        s.step()
+        assert len(talking.row.tokens) - before == (STEPS if chunk == 2 else STEPS_BESIDE_PREFILL)
+        assert snapshot.done() == (chunk == 2)
+    by_hand.work_off(s)
+    assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=100).tokens
+    assert waiting.result(0).tokens == model.generate(BASE[:200], max_new_tokens=2).tokens
+    read = s.metrics.registry.get_sample_value("carat_prompt_tokens_total", {"source": "reused"})
+    assert read == 190
+
+
+def test_a_snapshot_that_fails_ends_alone(monkeypatch):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+    talking = by_hand.submit(s, model, BASE[:5], max_new_tokens=30)
+    s.step()
+
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(generate, "prefill_chunk", no_room)
+        snapshot = s.snapshot(BASE[:100])
+        s.step()
+    with pytest.raises(MemoryError, match="no room"):
+        snapshot.result(0)
+    by_hand.work_off(s)
+    assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=30).tokens
+    left = s.snapshot(BASE[:100])
+    s.step()
+    s.abandon(Cancelled(None))
+    with pytest.raises(Cancelled):
+        left.result(0)
 
 
 def test_rows_are_given_up_that_were_left_while_a_prompt_was_read():

@@ -161,13 +161,9 @@ Fill = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def jitted(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The op under jit; on CPU, where each program runs once or twice, compiled without haste to
-    make it fast.
-    """
-    quick = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+    """The op under jit."""
     static = set(inspect.signature(op).parameters) & {"window", "absent", "implementation"}
-    on_cpu = jax.default_backend() == "cpu"
-    return jax.jit(op, static_argnames=static, compiler_options=quick if on_cpu else None)
+    return jax.jit(op, static_argnames=static)
 
 
 def require_gpu() -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixture_models import FOLDER, QUICK, Model, empty, model
+from fixture_models import FOLDER, Model, empty, model
 from safetensors.numpy import load_file, save_file
 
 from carat_jax import generate
@@ -31,7 +31,7 @@ K = 4
 LENGTHS = np.arange(50, 90)  # of the text before the token that is fed next
 
 each_drafter = pytest.mark.parametrize("name", TARGETS, scope="session")
-read = jax.jit(hidden_states, static_argnames=("config", "implementation"), compiler_options=QUICK)
+read = jax.jit(hidden_states, static_argnames=("config", "implementation"))
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def littered(state: KVState) -> KVState:
     return state.replace(layers=tuple(map(litter, state.layers)))
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
+@jax.jit
 def draft(assistant: Assistant, target: Target) -> dict[str, jax.Array]:
     """K tokens, and step by step scores of the vocabulary [B, K, V] and projections [B, K, D].
 
@@ -149,14 +149,6 @@ class Recording(Drafter):
         return proposal, state.at[rows, target.kv.length].set(proposal.tokens)
 
 
-quick_speculate = jax.jit(
-    speculate.__wrapped__,
-    static_argnames=("config", "num_proposals", "size"),
-    donate_argnames="state",
-    compiler_options=QUICK,
-)
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param("drafter_dense", marks=pytest.mark.slow), "drafter_e2b"], scope="session"
 )
@@ -172,7 +164,7 @@ def test_the_loop_gives_the_plain_tokens_and_the_drafter_sees_a_clean_past(name)
     first, decode = generate.begin(m.params, m.config, hidden, kv, controls)
     recording = Recording(assistant)
     state = start(recording, recording.init(m.config, 2, end), hidden, decode)
-    out, _, state = quick_speculate(
+    out, _, state = speculate(
         m.params,
         m.config,
         recording,
@@ -209,7 +201,7 @@ def test_while_it_is_not_asked_it_does_nothing():
     decode = generate.DecodeState(kv=kv, token=row, generated=row, finish=row, controls=controls)
     state = SpeculativeState(decode, hidden, None)
     stopped = jax.ShapeDtypeStruct((1,), bool)
-    lowered = quick_speculate.lower(
+    lowered = speculate.lower(
         m.params,
         m.config,
         assistant,

@@ -9,7 +9,6 @@ import pytest
 import scipy.special
 import scipy.stats
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax.config import ConfigError
 from carat_jax.kv_state import init_state

@@ -5,7 +5,6 @@ import functools
 import numpy as np
 import pytest
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import batch_run
 from carat_jax.generation import Generation

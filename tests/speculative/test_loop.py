@@ -13,7 +13,6 @@ import scipy.stats
 import scripted_model
 import small_model
 from fixture_models import LOGITS, model, quick_for
-from quick_compilation import quick_compilation  # noqa: F401
 from scripted_model import BOS, EOS, ID, chain
 
 from carat_jax import generate

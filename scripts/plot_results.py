@@ -1,0 +1,59 @@
+"""Draws docs/measured.svg from benchmarks/h200/decode_*.json: decode steps beside their floors.
+
+.venv/bin/python scripts/plot_results.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "h200"
+PLOT = ROOT / "docs" / "measured.svg"
+
+
+def main() -> None:
+    """Writes the plot. The same results give the same bytes."""
+    rows = decode_rows()
+    labels = [
+        f"{row['config'].upper()}, batch {row['batch']}, {row['context']:,} tokens, {row['commit']}"
+        for row in rows
+    ]
+    # Text stays text: smaller, searchable, in the reader's own font.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": PLOT.name}):
+        figure = Figure(figsize=(8, 0.6 * len(rows) + 1.2), layout="constrained")
+        axes = figure.add_subplot()
+        bars = axes.barh(labels, [row["ms"] for row in rows], color="#2b5c8a", label="measured")
+        axes.bar_label(bars, [told(row) for row in rows], padding=4)
+        floors = [row["floor_ms"] for row in rows]
+        axes.vlines(floors, *([y + d for y in range(len(rows))] for d in (-0.4, 0.4)),
+                    color="#e67e22", linewidth=3, label="floor: every byte read once")  # fmt: skip
+        axes.set(xlabel="ms a decode step", xlim=(0, 1.5 * max(row["ms"] for row in rows)))
+        axes.set_title("NVIDIA H200, bfloat16")
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.legend(frameon=False, ncols=2, loc="outside lower center")
+        figure.savefig(PLOT, metadata={"Date": None})
+    print(f"wrote {PLOT.relative_to(ROOT)}")
+
+
+def told(row: dict[str, Any]) -> str:
+    """What stands beside a bar."""
+    return f"{row['ms']:.2f} ms, {row['ms'] / row['floor_ms']:.2f} × floor"
+
+
+def decode_rows() -> list[dict[str, Any]]:
+    """Every row of the decode benchmark that is not void, with its commit; by size and batch."""
+    rows = []
+    for file in sorted(RESULTS.glob("decode_*.json")):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        commit = {"commit": result["environment"]["commit"]}
+        rows += [commit | row for row in result["rows"] if not row.get("void")]
+    return sorted(rows, key=lambda row: (row["weights_bytes"], row["batch"], row["commit"]))
+
+
+if __name__ == "__main__":
+    main()
