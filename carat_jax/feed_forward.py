@@ -64,7 +64,8 @@ class Experts(nn.Module):
         self.sow("intermediates", "router", (index, share))
         if self.shards > 1:
             index = _of_this_device(index, len(self.down))
-        y = _visit(x.reshape(B * T, D), index, share, self.gate_up, self.down, self.shards > 1)
+        x = x.reshape(B * T, D)
+        y = _visit(x, index, share, self.gate_up, self.down, self.shards > 1)
         return y.reshape(B, T, D)
 
     def _route(self, residual: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -34,7 +34,7 @@ def read(plan: Plan, shapes: Params, progress: bool) -> Params:
       plan: for each parameter its recipe, and where the tensors of its parts lie.
       shapes: the parameters as `jax.ShapeDtypeStruct`; those with a sharding are read for the
         devices of this process, the others onto the default device.
-      progress: show a bar on a terminal.
+      progress: show a bar, on a terminal or in a notebook, if it takes more than a second.
 
     Raises:
       CheckpointError: a file ended early.

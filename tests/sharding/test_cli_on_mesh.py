@@ -4,7 +4,6 @@ import json
 
 import pytest
 import small_model
-from quick_compilation import quick_compilation  # noqa: F401
 
 from carat_jax import cli, compilation_cache, memory, sharding
 from carat_jax.bench import decode

@@ -14,7 +14,6 @@ import pytest
 import small_model
 from fixture_models import FOLDER, model
 from on_mesh import on_mesh
-from quick_compilation import quick_compilation  # noqa: F401
 from test_hlo import moved_caches
 
 import carat_jax as carat
