@@ -43,6 +43,7 @@ def pytest_runtest_makereport(item, call):
 
 # What takes longest, so that no process is left alone with it at the end.
 LONGEST = (
+    "test_sharding.py",
     "test_model.py",
     "test_model_rows.py",
     "kernels/test_split_keys.py",
