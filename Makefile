@@ -16,14 +16,14 @@ demo: setup
 test: setup
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	.venv/bin/python -m pytest -n 2
 
 test-slow: setup
-	.venv/bin/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not network"
+	.venv/bin/python -m pytest -n 2 -m "slow and not gpu and not network"
 
 # Every implementation of every op, and the model end to end. What simulates kernels or lowers them
 # for a GPU is left to `make test`.
 test-gpu: setup
 	@.venv/bin/python -c 'import jax; d = jax.default_backend(); exit(d != "gpu" and f"make test-gpu needs a GPU: JAX finds only {d}")'
-	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m "not network and not slow" -n 4 --dist loadfile \
+	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m "not network and not slow" -n 4 \
 	  --ignore-glob "*_mosaic.py" --ignore tests/kernels/test_split_keys.py tests/kernels tests/test_gpu.py

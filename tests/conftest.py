@@ -7,8 +7,8 @@ import os
 # The simulator of Mosaic kernels blocks a thread of XLA's CPU client for each warpgroup.
 os.environ.setdefault("NPROC", "8")
 # The tests compile much and run little: on a CPU, XLA's older code generator, without LLVM's
-# optimizations and without threads of its own, takes half the time. What XLA does to a program
-# before that is the same.
+# optimizations and without threads of its own, takes about half the time. What XLA does to a
+# program before that is the same.
 if importlib.util.find_spec("jax_plugins") is None:  # where JAX has nothing but the CPU
     os.environ["XLA_FLAGS"] = " ".join(
         [
@@ -76,6 +76,7 @@ class ByFile(LoadFileScheduling):
         return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     return ByFile(config, log)
 
