@@ -7,8 +7,8 @@ import os
 # The simulator of Mosaic kernels blocks a thread of XLA's CPU client for each warpgroup.
 os.environ.setdefault("NPROC", "8")
 # The tests compile much and run little: on a CPU, XLA's older code generator, without LLVM's
-# optimizations and without threads of its own, takes about half the time. What XLA does to a program
-# before that is the same.
+# optimizations and without threads of its own, takes about half the time. What XLA does to a
+# program before that is the same.
 if importlib.util.find_spec("jax_plugins") is None:  # where JAX has nothing but the CPU
     os.environ["XLA_FLAGS"] = " ".join(
         [
@@ -43,7 +43,6 @@ def pytest_runtest_makereport(item, call):
 
 # What takes longest, so that no process is left alone with it at the end.
 LONGEST = (
-    "test_sharding.py",
     "test_model.py",
     "test_model_rows.py",
     "kernels/test_split_keys.py",
