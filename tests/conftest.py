@@ -16,6 +16,7 @@ if importlib.util.find_spec("jax_plugins") is None:  # where JAX has nothing but
             "--xla_backend_optimization_level=0",
             "--xla_llvm_disable_expensive_passes=true",
             "--xla_cpu_parallel_codegen_split_count=1",
+            "--xla_cpu_multi_thread_eigen=false",
             os.environ.get("XLA_FLAGS", ""),
         ]
     )
@@ -43,6 +44,8 @@ def pytest_runtest_makereport(item, call):
 
 # What takes longest, so that no process is left alone with it at the end.
 LONGEST = (
+    "test_notebooks.py",
+    "test_sharding.py",
     "test_model.py",
     "test_model_rows.py",
     "kernels/test_split_keys.py",

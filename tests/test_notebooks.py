@@ -12,6 +12,7 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LONG = ("04", "05", "06")  # near a minute each: left to `make test-slow`
 MOST_BYTES = 1_500_000  # of all of them: a clone carries every version
 
 spec = importlib.util.spec_from_file_location("run", ROOT / "scripts" / "run_notebooks.py")
@@ -82,7 +83,11 @@ def test_a_notebook_opens_with_its_title_and_the_same_one_install_cell(file):
     assert not any(kind == "stderr" for cell, _ in code(notebook) for kind, _ in shown(cell))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(f, marks=pytest.mark.slow if f.name[:2] in LONG else ()) for f in FILES],
+    ids=lambda file: file.stem,
+)
 def test_a_notebook_runs_and_shows_what_is_stored(file):
     assert differences(read(file), run.execute(file)) == []
 
