@@ -71,8 +71,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     mesh = None if args.devices == 1 else sharding.mesh(model=args.devices)
     for name in args.config:
+        report.say(f"{name}: decode against prefill")
         error = _decode_error(_short(name, args.dtype), mesh)
+        report.say(f"{name}: weights")
         config, params = random_model.make(name, args.dtype, mesh)
+        report.say(f"{name}: first token")
         seconds = _first_token(params, config)
         shared = {
             "config": name,
@@ -82,6 +85,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "void": not error <= LARGEST_ERROR,
         }
         for batch in args.batch:
+            report.say(f"{name}: batch {batch}")
             rows.append(shared | _measure(params, config, batch, args.context))
         del params
         jax.clear_caches()
@@ -183,7 +187,8 @@ def large_copies(hlo: str, at_least: int = 1 << 20) -> list[str]:
 
 
 def collectives(hlo: str) -> int:
-    """Collective operations in optimised HLO: of a decode step, two a layer and two besides."""
+    """Collective operations in optimised HLO: of a decode step, two a layer and two besides, or
+    four where layers have inputs of their own."""
     names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     return len(re.findall(rf" (?:{names})(?:-start)?\(", hlo))
 

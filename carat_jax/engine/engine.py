@@ -197,6 +197,11 @@ class Engine:
 
         Prompts that begin with these ids go on from there, until it is given to `release`. It is
         read before the prompts that wait, chunk by chunk: those that generate go on meanwhile.
+
+        Raises:
+          ValueError: as `Gemma.generate`.
+          RuntimeError: the engine is closed, or has failed.
+          Exception: what ended the reading, `Cancelled` if the engine was closed meanwhile.
         """
         ids = self.gemma.checked([prompt], {"max_new_tokens": 1}, self.max_context)[0][0]
         return self._call(lambda: self._scheduler.snapshot(ids)).result()

@@ -1,8 +1,8 @@
 """gated_gelu for a few rows on Hopper: adds up the pieces of a product in passing.
 
-As fast as what XLA makes of it; the point is that it rounds where the contract says. XLA leaves
-out a rounding where it fuses, and may fuse otherwise for other numbers of rows: then verifying
-would not give the bits of decoding.
+The point is not speed but that it rounds where the contract says. XLA leaves out a rounding where
+it fuses, and may fuse otherwise for other numbers of rows: then verifying would not give the bits
+of decoding.
 """
 
 import functools
