@@ -160,11 +160,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         floor = bandwidth and (read.weights + read.experts) / bandwidth
         failed = sum(len(c.turns) for c in conversations) - len(records)
         peak = report.peak_memory()
+        figures = serving_summary.summary(records, failed, duration, slots, floor)
+        run = label if drafter == "none" else f"{label} + {drafter}"
+        report.say(
+            f"{run}: {figures['output_throughput']} tokens/s, mean TPOT {figures['mean_tpot_ms']} ms"
+        )
         return {
-            "run": label if drafter == "none" else f"{label} + {drafter}",
+            "run": run,
             "slots": slots,
             "drafter": drafter,
-            **serving_summary.summary(records, failed, duration, slots, floor),
+            **figures,
             "reused_tokens": None,
             "peak_gb": report.rounded(peak and peak / 1e9, 2),
             "compile_s": round(sum(compilation_seconds()[compiled:]), 2),
