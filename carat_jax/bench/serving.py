@@ -162,9 +162,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         peak = report.peak_memory()
         figures = serving_summary.summary(records, failed, duration, slots, floor)
         run = label if drafter == "none" else f"{label} + {drafter}"
-        report.say(
-            f"{run}: {figures['output_throughput']} tokens/s, mean TPOT {figures['mean_tpot_ms']} ms"
-        )
+        throughput, tpot = figures["output_throughput"], figures["mean_tpot_ms"]
+        report.say(f"{run}: {throughput} tokens/s, mean TPOT {tpot} ms")
         return {
             "run": run,
             "slots": slots,
