@@ -1,4 +1,7 @@
-"""Draws docs/measured.svg from benchmarks/h200/decode_*.json: decode steps beside their floors.
+"""Draws the plots of the documentation from what is in benchmarks/h200:
+
+docs/measured.svg from decode_*.json, decode steps beside their floors; docs/ablation.svg from
+ablation_31b.json, what ring, padding and grouping gain.
 
 .venv/bin/python scripts/plot_results.py
 """
@@ -10,34 +13,54 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from carat_jax.bench import ablation_plots
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "h200"
-PLOT = ROOT / "docs" / "measured.svg"
+DOCS = ROOT / "docs"
 
 
 def main() -> None:
-    """Writes the plot. The same results give the same bytes."""
+    """Writes the plots. The same results give the same bytes."""
+    for draw, name in ((decode_steps, "measured.svg"), (ablation, "ablation.svg")):
+        # Text stays text: smaller, searchable, in the reader's own font.
+        with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+            draw().savefig(DOCS / name, metadata={"Date": None})
+        print(f"wrote docs/{name}")
+
+
+def decode_steps() -> Figure:
+    """A bar for each decode step that was measured, and its floor."""
     rows = decode_rows()
     labels = [
         f"{row['config'].upper()}, batch {row['batch']}, {row['context']:,} tokens, {row['commit']}"
         for row in rows
     ]
-    # Text stays text: smaller, searchable, in the reader's own font.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": PLOT.name}):
-        figure = Figure(figsize=(8, 0.6 * len(rows) + 1.2), layout="constrained")
-        axes = figure.add_subplot()
-        bars = axes.barh(labels, [row["ms"] for row in rows], color="#2b5c8a", label="measured")
-        axes.bar_label(bars, [told(row) for row in rows], padding=4)
-        floors = [row["floor_ms"] for row in rows]
-        axes.vlines(floors, *([y + d for y in range(len(rows))] for d in (-0.4, 0.4)),
-                    color="#e67e22", linewidth=3, label="floor: every byte read once")  # fmt: skip
-        axes.set(xlabel="ms a decode step", xlim=(0, 1.5 * max(row["ms"] for row in rows)))
-        axes.set_title("NVIDIA H200, bfloat16")
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(frameon=False, ncols=2, loc="outside lower center")
-        figure.savefig(PLOT, metadata={"Date": None})
-    print(f"wrote {PLOT.relative_to(ROOT)}")
+    figure = Figure(figsize=(8, 0.6 * len(rows) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    bars = axes.barh(labels, [row["ms"] for row in rows], color="#2b5c8a", label="measured")
+    axes.bar_label(bars, [told(row) for row in rows], padding=4)
+    floors = [row["floor_ms"] for row in rows]
+    axes.vlines(floors, *([y + d for y in range(len(rows))] for d in (-0.4, 0.4)),
+                color="#e67e22", linewidth=3, label="floor: every byte read once")  # fmt: skip
+    axes.set(xlabel="ms a decode step", xlim=(0, 1.5 * max(row["ms"] for row in rows)))
+    axes.set_title("NVIDIA H200, bfloat16")
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, ncols=2, loc="outside lower center")
+    return figure
+
+
+def ablation() -> Figure:
+    """The claims of `carat bench ablation`, one below the other."""
+    result = json.loads((RESULTS / "ablation_31b.json").read_text(encoding="utf-8"))
+    rows = result["rows"]
+    claims = ablation_plots.claims(rows)
+    figure = Figure(figsize=(8, 3.4 * len(claims) + 0.3), layout="constrained")
+    figure.suptitle(f"{result['environment']['device']}, bfloat16, all through XLA")
+    for part, claim in zip(figure.subfigures(len(claims)), claims, strict=True):
+        ablation_plots.panel(part, claim, rows, result["config"])
+    return figure
 
 
 def told(row: dict[str, Any]) -> str:

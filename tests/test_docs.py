@@ -37,7 +37,7 @@ COMMANDS_NOT_RUN = {
     "carat generate 'The ring buffer'": "a gated checkpoint",
     "carat chat": "a gated checkpoint, and somebody to talk to",
     "python -m carat_jax.training": "minutes of training; tests/test_training*.py run it in small",
-    "python scripts/plot_results.py": "test_the_plot_shows_every_result runs its parts",
+    "python scripts/plot_results.py": "test_the_plots_show_every_result runs its parts",
     "make": "sets up an environment; tests/test_packaging.py runs that",
 }
 
@@ -152,18 +152,18 @@ def results(pattern: str) -> list[dict]:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/how_it_works.md"])
 def test_each_row_of_a_table_of_decode_steps_was_measured(name):
-    """Size, batch, ms, floor, ratio, GB/s and tokens/s of a row, rounded as they stand there."""
+    """All numbers of a row, rounded as they stand there."""
     rows = re.findall(r"^\| (E2B|E4B|12B|26B-A4B|31B) \|(.*)\|$", (ROOT / name).read_text(), re.M)
     assert len(rows) >= 4
     for size, cells in rows:
         numbers = re.findall(r"(?<![\w-])[\d,]+(?:\.\d+)?(?= \|| *$)", cells.partition("`")[0])
         given = [text.replace(",", "") for text in numbers]
-        batch, *_, ms, floor, ratio, rate, tokens = given
+        batch, context, ms, floor, ratio, rate, tokens = given
         stated = {"ms": ms, "floor_ms": floor, "ratio": ratio, "gb_per_s": rate,
                   "tokens_per_s": tokens}  # fmt: skip
         measured = [r for r in results("decode_*.json") if r["config"] == size.lower()]
         assert any(
-            row["batch"] == int(batch)
+            (row["batch"], row["context"]) == (int(batch), int(context))
             and all(abs(row[k] - float(v)) <= half_a_digit(v) for k, v in stated.items())
             for row in measured
         ), (size, stated)
@@ -173,13 +173,50 @@ def half_a_digit(text: str) -> float:
     return 0.5001 * 10.0 ** -len(text.partition(".")[2])
 
 
-def test_the_plot_shows_every_result():
+ABLATION = {  # rows of the table: variant, and which key counts
+    "ring": ("ring", None),
+    "pages of 64": ("pages of 64", None),
+    "pages of 16": ("pages of 16", None),
+    "padded to 64": ("padded to 64", None),
+    "exact, a multiple of 64": ("exact", True),
+    "exact, any other number": ("exact", False),
+    "grouped": ("grouped", None),
+    "per query head": ("per query head", None),
+}
+
+
+def test_the_table_of_the_ablation_was_measured():
+    """A cell is a time, or the shortest and the longest of a sweep, rounded as it stands there."""
+    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    rows = results("ablation_31b.json")
+    assert not any(row["void"] for row in rows)
+    for name, (variant, multiple) in ABLATION.items():
+        (cells,) = re.findall(rf"^\|[^|]*\| {name} \|(.*)\|$", page, re.M)
+        for tokens, cell in zip((1, 4), cells.split("|"), strict=True):
+            times = [
+                row["us"]
+                for row in rows
+                if (row["variant"], row["tokens"]) == (variant, tokens)
+                and multiple in (None, row["keys"] % 64 == 0)
+            ]
+            stated = re.findall(r"[\d.]+", cell)
+            assert len(stated) == min(len(times), 2), (name, tokens)
+            for text, time in zip(stated, (min(times), max(times)) if times else (), strict=False):
+                assert abs(time - float(text)) <= half_a_digit(text), (name, tokens, text)
+
+
+def test_the_plots_show_every_result():
     script = scripts("plot_results")
-    plot = script.PLOT.read_text(encoding="utf-8")
+    plot = (ROOT / "docs" / "measured.svg").read_text(encoding="utf-8")
     rows = script.decode_rows()
     assert len(rows) == len([row for row in results("decode_*.json") if not row.get("void")])
     for row in rows:
         assert script.told(row) in plot, row
+    plot = (ROOT / "docs" / "ablation.svg").read_text(encoding="utf-8")
+    written = set(re.findall(r">([^<>]+)</text>", plot))
+    for row in results("ablation_31b.json"):
+        bar = row["claim"] != "padding"
+        assert written >= ({row["variant"], f"{row['us']:.1f}"} if bar else {row["variant"]}), row
 
 
 def test_the_api_page_has_every_public_name():

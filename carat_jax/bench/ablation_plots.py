@@ -21,27 +21,42 @@ def prepare(folder: Path) -> None:
 def draw(rows: Sequence[Row], config: str, folder: Path) -> list[str]:
     """Writes one PNG for each claim among the rows; void rows are left out. Returns the paths."""
     written = []
-    for claim in dict.fromkeys(row["claim"] for row in rows):
-        measured = [row for row in rows if row["claim"] == claim]
-        valid = [row for row in measured if not row["void"]]
-        if not valid:
-            continue
+    for claim in claims(rows):
         figure = _figure()(figsize=(8, 4.5), dpi=150, layout="constrained")
-        axes = figure.add_subplot()
-        title, plot = PLOTS[claim]
-        void = len(measured) - len(valid)
-        axes.set_title(f"{config}: {title}" + (f" ({void} void left out)" if void else ""))
-        axes.set_ylabel("time of a layer [µs]")
-        plot(axes, valid)
-        axes.margins(y=0.12)
-        axes.set_ylim(bottom=0)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        figure.legend(frameon=False, ncols=4, loc="outside lower center")
+        panel(figure, claim, rows, config)
         file = folder / f"{claim}.png"
         figure.savefig(file)
         written.append(str(file))
     return written
+
+
+def claims(rows: Sequence[Row]) -> list[str]:
+    """The claims of which something can be drawn: those with a row that is not void."""
+    return list(dict.fromkeys(row["claim"] for row in rows if not row["void"]))
+
+
+def panel(figure: Any, claim: str, rows: Sequence[Row], config: str) -> None:
+    """Draws one claim into an empty figure or subfigure, which needs the constrained layout.
+
+    Args:
+      figure: of matplotlib.
+      claim: one of `claims(rows)`.
+      rows: of all claims; void rows are left out, and the title says how many.
+      config: the size that was measured, for the title.
+    """
+    measured = [row for row in rows if row["claim"] == claim]
+    valid = [row for row in measured if not row["void"]]
+    axes = figure.add_subplot()
+    title, plot = PLOTS[claim]
+    void = len(measured) - len(valid)
+    axes.set_title(f"{config.upper()}: {title}" + (f" ({void} void left out)" if void else ""))
+    axes.set_ylabel("attention of a layer [µs]")
+    plot(axes, valid)
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(frameon=False, ncols=4, loc="outside lower center")
 
 
 def _bars(axes: Any, rows: Sequence[Row]) -> None:
