@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from carat_jax import sharding
 from carat_jax.checkpoint import orbax_store
 from carat_jax.checkpoint.errors import CheckpointError, misfit
-from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, recipes, unused
+from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, Recipe, recipes, unused
 from carat_jax.checkpoint.reading import Plan, read
 from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_header
 from carat_jax.config import GemmaConfig
@@ -89,6 +89,42 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
     )
 
 
+def match(
+    tensors: Mapping[str, TensorInfo], recipes: Mapping[str, Recipe], prefix: str = ""
+) -> tuple[Plan, list[str]]:
+    """For each parameter its recipe and where its tensors lie; and everything that is wrong.
+
+    Args:
+      tensors: those of a checkpoint that are to be in the recipes, by full name.
+      recipes: by the parameter's path.
+      prefix: what full names have before the recipes'.
+    """
+    problems, expected = [], set()
+    plan: Plan = {}
+    for path, recipe in recipes.items():
+        for part in recipe.parts:
+            name = prefix + part.name
+            expected.add(name)
+            info = tensors.get(name)
+            if info is None:
+                problems.append(f"missing {name} {list(part.shape)}")
+            elif wrong := unlike(info, part.shape, tuple(DTYPES)):
+                problems.append(f"{name} {wrong}")
+            else:
+                plan.setdefault(path, (recipe, []))[1].append(info)
+    extra = sorted(tensors.keys() - expected)
+    return plan, problems + [f"unexpected {name} {list(tensors[name].shape)}" for name in extra]
+
+
+def unlike(info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
+    """What a tensor has that it must not have, or None."""
+    if info.shape != shape:
+        return f"has shape {list(info.shape)}, the configuration gives {list(shape)}"
+    if info.dtype not in dtypes:
+        return f"has dtype {info.dtype}; supported: {', '.join(dtypes)}"
+    return None
+
+
 def _sharded(folder: Path, index: Path) -> dict[str, TensorInfo]:
     weight_map = _weight_map(index)
     shards = sorted(set(weight_map.values()))
@@ -128,29 +164,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _match(tensors: Mapping[str, TensorInfo], config: GemmaConfig, folder: Path) -> Plan:
-    """For each parameter its recipe and where its tensors lie; or one error with all that is
-    wrong."""
+    """`match` for a model's checkpoint, whichever prefix its names have; raises what is wrong."""
     todo, skipped = recipes(config), unused(config)
     names = {part.name for recipe in todo.values() for part in recipe.parts}
     prefix = max(PREFIXES, key=lambda p: sum(p + name in tensors for name in names))
-    problems = []
-    plan: Plan = {}
-    for path, recipe in todo.items():
-        for part in recipe.parts:
-            name = prefix + part.name
-            info = tensors.get(name)
-            if info is None:
-                problems.append(f"missing {name} {list(part.shape)}")
-            elif info.shape != part.shape:
-                problems.append(f"{name} has shape {list(info.shape)}, "
-                                f"the configuration gives {list(part.shape)}")  # fmt: skip
-            elif info.dtype not in DTYPES:
-                problems.append(f"{name} has dtype {info.dtype}; supported: {', '.join(DTYPES)}")
-            else:
-                plan.setdefault(path, (recipe, []))[1].append(info)
-    expected = {prefix + name for name in names | skipped}
-    extra = [n for n in tensors if n not in expected and not SKIPPED.fullmatch(n)]
-    problems += [f"unexpected {name} {list(tensors[name].shape)}" for name in sorted(extra)]
+    taken = {
+        name: info
+        for name, info in tensors.items()
+        if name.removeprefix(prefix) not in skipped and not SKIPPED.fullmatch(name)
+    }
+    plan, problems = match(taken, todo, prefix)
     if problems:
         raise misfit(folder, problems)
     return plan

@@ -1,20 +1,19 @@
 """Assistant drafters from their published checkpoints."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
 from jax.sharding import Mesh
 
 from carat_jax import sharding
 from carat_jax.checkpoint.errors import misfit
-from carat_jax.checkpoint.loading import find_tensors
+from carat_jax.checkpoint.loading import find_tensors, match, unlike
 from carat_jax.checkpoint.mapping import Recipe, layer_recipes, single
-from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_box
+from carat_jax.checkpoint.reading import Plan, read
+from carat_jax.checkpoint.safetensors_file import TensorInfo, read_box
 from carat_jax.config import GemmaConfig
 from carat_jax.speculative.drafters.assistant import Assistant
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
@@ -49,25 +48,14 @@ def load_assistant(
     text = dataclasses.replace(config.text, dtype=target_config.dtype)
     config = dataclasses.replace(config, text=text)
     tensors = find_tensors(folder)
-    if problems := _problems(tensors, config):
+    plan, problems, ids = _match(tensors, config)
+    if problems:
         raise misfit(folder, problems)
-    ordering = None
-    if config.use_ordered_embeddings:
-        ids = _values(tensors[TOKEN_ORDERING], np.dtype(np.int64))
-        if not np.array_equal(np.sort(ids), np.arange(ids.size)):
-            raise misfit(folder, [f"{TOKEN_ORDERING} does not name every token once"])
-        ordering = jnp.asarray(ids.reshape(config.num_centroids, -1), jnp.int32)
-    dtype = jnp.dtype(text.dtype)
-    places = {}
+    ordering = None if ids is None else _ordering(ids, config, folder)
+    shapes = Assistant.abstract(config).params
     if mesh is not None:
-        shapes = sharding.stored(Assistant.abstract(config).params, mesh, top={})
-        shapes = traverse_util.flatten_dict(shapes, sep="/")
-        places = {path: leaf.sharding for path, leaf in shapes.items()}
-    leaves = {
-        path: jax.device_put(_leaf(recipe, tensors, dtype), places.get(path))
-        for path, recipe in recipes(config).items()
-    }
-    params = traverse_util.unflatten_dict(leaves, sep="/")
+        shapes = sharding.stored(shapes, mesh, top={})
+    params = read(plan, shapes, progress=False)
     if mesh is not None:
         params, ordering = sharding.spread(params, mesh), sharding.everywhere(ordering, mesh)
     return Assistant(params=params, token_ordering=ordering, config=config)
@@ -91,38 +79,26 @@ def recipes(config: AssistantConfig) -> dict[str, Recipe]:
     return result
 
 
-def _problems(tensors: Mapping[str, TensorInfo], config: AssistantConfig) -> list[str]:
-    """Everything that is wrong with the tensors' names, shapes and dtypes."""
-    parts = [part for recipe in recipes(config).values() for part in recipe.parts]
-    expected = {part.name: (part.shape, tuple(DTYPES)) for part in parts}
-    if config.use_ordered_embeddings:
-        expected[TOKEN_ORDERING] = ((config.text.vocab_size,), ("I64",))
-    problems = []
-    for name, (shape, dtypes) in expected.items():
-        info = tensors.get(name)
-        if info is None:
-            problems.append(f"missing {name} {list(shape)}")
-        elif info.shape != shape:
-            problems.append(f"{name} has shape {list(info.shape)}, "
-                            f"the configuration gives {list(shape)}")  # fmt: skip
-        elif info.dtype not in dtypes:
-            problems.append(f"{name} has dtype {info.dtype}; supported: {', '.join(dtypes)}")
-    extra = sorted(tensors.keys() - expected.keys())
-    return problems + [f"unexpected {name} {list(tensors[name].shape)}" for name in extra]
+def _match(
+    tensors: dict[str, TensorInfo], config: AssistantConfig
+) -> tuple[Plan, list[str], TensorInfo | None]:
+    """As `checkpoint.loading.match`, and the token ordering if there is to be one."""
+    if not config.use_ordered_embeddings:
+        return *match(tensors, recipes(config)), None
+    others = {name: info for name, info in tensors.items() if name != TOKEN_ORDERING}
+    plan, problems = match(others, recipes(config))
+    ids, shape = tensors.get(TOKEN_ORDERING), (config.text.vocab_size,)
+    if ids is None:
+        problems.append(f"missing {TOKEN_ORDERING} {list(shape)}")
+    elif wrong := unlike(ids, shape, ("I64",)):
+        problems.append(f"{TOKEN_ORDERING} {wrong}")
+    return plan, problems, ids
 
 
-def _leaf(recipe: Recipe, tensors: Mapping[str, TensorInfo], dtype: np.dtype) -> np.ndarray:
-    """One parameter, laid out in host memory: the largest has half a gigabyte."""
-    leaf = np.empty(recipe.shape, dtype)
-    for part in recipe.parts:
-        info = tensors[part.name]
-        block = _values(info, DTYPES[info.dtype]).reshape(part.view).transpose(recipe.order)
-        ends = np.add(part.start, block.shape)
-        leaf[tuple(map(slice, part.start, ends))] = block
-    return leaf
-
-
-def _values(info: TensorInfo, dtype: np.dtype) -> np.ndarray:
-    values = np.empty(info.shape, dtype)
-    read_box(info, info.shape, (0,) * len(info.shape), values)
-    return values
+def _ordering(info: TensorInfo, config: AssistantConfig, folder: Path) -> jax.Array:
+    """The ids of each cluster, int32 [clusters, V / clusters]."""
+    ids = np.empty(info.shape, np.int64)
+    read_box(info, info.shape, (0,) * len(info.shape), ids)
+    if not np.array_equal(np.sort(ids), np.arange(ids.size)):
+        raise misfit(folder, [f"{TOKEN_ORDERING} does not name every token once"])
+    return jnp.asarray(ids.reshape(config.num_centroids, -1), jnp.int32)
