@@ -160,8 +160,9 @@ def _add_bench(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure this device against its floor",
-        description="Measures this device, with random weights of the published shapes (serving: "
-        "or with a model). The floor is the time that the device takes to read what must be read.",
+        description="Measures this device, with random weights of the published shapes "
+        "(agreement, serving: or with a model). The floor is the time that the device takes to "
+        "read what must be read.",
     )
     names = parser.add_subparsers(dest="bench", metavar="NAME", title="benchmarks", required=True)
     for name, module in BENCHMARKS.items():

@@ -77,7 +77,8 @@ def test_the_commands():
     assert set(ALL) == {
         "carat", "carat generate", "carat chat", "carat info", "carat convert", "carat bench",
         "carat bench decode", "carat bench prefill", "carat bench attention",
-        "carat bench ablation", "carat bench speculative", "carat bench serving",
+        "carat bench ablation", "carat bench speculative", "carat bench agreement",
+        "carat bench serving",
     }  # fmt: skip
 
 

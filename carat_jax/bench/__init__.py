@@ -6,13 +6,22 @@ and `table(result) -> str`.
 
 from types import ModuleType
 
-from carat_jax.bench import ablation, attention, decode, prefill, serving, speculative
+from carat_jax.bench import (
+    ablation,
+    agreement,
+    attention,
+    decode,
+    prefill,
+    serving,
+    speculative,
+)
 
 BENCHMARKS: dict[str, ModuleType] = {
     "attention": attention,
     "decode": decode,
     "prefill": prefill,
     "speculative": speculative,
+    "agreement": agreement,
     "serving": serving,
     "ablation": ablation,
 }

@@ -11,9 +11,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from carat_jax import sharding
+from carat_jax.chat import ChatFormat
 from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.gemma import Gemma
 from carat_jax.kv_state import KVState, abstract_state
 from carat_jax.model import Params, init_params
+from carat_jax.options import GenerateOptions
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +40,41 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The --model, --config and --dtype of a benchmark of a model or of random weights."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", metavar="MODEL", help="tiny (bundled, the default), a folder, or a hub id")
+    add(
+        "--config",
+        choices=list(PRESETS),
+        metavar="SIZE",
+        help=f"instead, random weights of a published shape: one of {', '.join(PRESETS)}",
+    )
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="type to compute in (default: the checkpoint's; bfloat16 for random weights)",
+    )
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Fills in the default of `add_model`; raises ValueError where both were given."""
+    if args.config and args.model:
+        raise ValueError("--model and --config: give one of them")
+    args.model = args.model or "tiny"
+
+
 def make(name: str, dtype: str, mesh: Mesh | None = None) -> tuple[GemmaConfig, Params]:
     """The preset `name` and random weights, on the device or a mesh."""
     config = dataclasses.replace(GemmaConfig.preset(name), dtype=dtype)
     return config, jax.block_until_ready(init_params(config, jax.random.key(0), mesh))
+
+
+def gemma(name: str, dtype: str | None) -> Gemma:
+    """The preset `name` with random weights (bfloat16 for None), greedy, without a tokenizer."""
+    config, params = make(name, dtype or "bfloat16")
+    chat, limit = ChatFormat(empty_thought=True), config.max_position_embeddings
+    return Gemma(config, params, None, chat, GenerateOptions(), limit)
 
 
 def used_state(

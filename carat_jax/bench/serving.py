@@ -27,11 +27,9 @@ from carat_jax.bench.replay import (
 from carat_jax.bench.speculative import ACCEPTANCE
 from carat_jax.bench.static_batches import StaticBatches
 from carat_jax.bench.workload import Conversation, Distribution
-from carat_jax.chat import ChatFormat
-from carat_jax.config import PRESETS, GemmaConfig
+from carat_jax.config import GemmaConfig
 from carat_jax.engine import Engine
 from carat_jax.gemma import Gemma, load, load_drafter
-from carat_jax.options import GenerateOptions
 from carat_jax.speculative import Assistant, Forced
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
@@ -68,19 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = functools.partial(_distribution, least=1)
     seconds = functools.partial(_distribution, least=0)
 
-    add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="MODEL", help="tiny (bundled, the default), a folder, or a hub id")
-    add(
-        "--config",
-        choices=list(PRESETS),
-        metavar="SIZE",
-        help=f"instead, random weights of a published shape: one of {', '.join(PRESETS)}",
-    )
-    add(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        help="type to compute in (default: the checkpoint's; bfloat16 for random weights)",
-    )
+    random_model.add_model(parser)
 
     add = parser.add_argument_group("workload", "Of a file, or drawn:").add_argument
     add("--workload", type=Path, metavar="FILE", help="replay this file")
@@ -162,8 +148,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         peak = report.peak_memory()
         figures = serving_summary.summary(records, failed, duration, slots, floor)
         run = label if drafter == "none" else f"{label} + {drafter}"
-        throughput, tpot = figures["output_throughput"], figures["mean_tpot_ms"]
-        report.say(f"{run}: {throughput} tokens/s, mean TPOT {tpot} ms")
+        rate, mean = figures["output_throughput"], figures["mean_tpot_ms"]
+        report.say(f"{run}: {rate} tokens/s, mean TPOT {mean} ms")
         return {
             "run": run,
             "slots": slots,
@@ -221,9 +207,7 @@ def _distribution(text: str, least: float) -> Distribution:
 
 def _check(args: argparse.Namespace) -> None:
     """Checks what needs no model, and fills in the defaults."""
-    if args.config and args.model:
-        raise ValueError("--model and --config: give one of them")
-    args.model = args.model or "tiny"
+    random_model.check_model(args)
     for name, default in MAKING.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -286,9 +270,7 @@ def _model(
             f"conversation, to {limit:,}, the model's own"
         )
     if args.config:
-        config, params = random_model.make(args.config, args.dtype or "bfloat16")
-        chat = ChatFormat(empty_thought=True)
-        model = Gemma(config, params, None, chat, GenerateOptions(), limit)
+        model = random_model.gemma(args.config, args.dtype)
     return model, ids
 
 
