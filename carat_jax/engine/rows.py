@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from carat_jax import generate, sharding
+from carat_jax import generate
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import NO_TOKEN, Controls, DecodeState, Tokens
 from carat_jax.kv_state import KVState
@@ -100,13 +100,14 @@ class Rows:
         self._state, self.occupants, self._wants = None, [], []
 
     def step(self, steps: int) -> tuple[Tokens, Counts | None]:
-        """Up to `steps` more tokens for every row, or as many rounds as bring that at best.
+        """Has the device make up to `steps` more tokens for every row, or as many rounds as bring
+        that at best; does not wait for it.
 
         Args:
           steps: at most `generate.DECODE_STEPS`.
 
         Returns:
-          NumPy arrays; rows as in `occupants`. Counts with a drafter only.
+          what it will have made; rows as in `occupants`. Counts with a drafter only.
         """
         spec, size = self._speculation, generate.DECODE_STEPS
         ends = jnp.asarray([occupant is None for occupant in self.occupants])
@@ -130,7 +131,7 @@ class Rows:
                 size=-(-size // (K + 1)) * (K + 1),
             )
         self._state = NOTHING.on(state)
-        return sharding.fetch((tokens, counts))
+        return tokens, counts
 
     def _resize(self, rows: int) -> None:
         kept = [i for i, occupant in enumerate(self.occupants) if occupant is not None]

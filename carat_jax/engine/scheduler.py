@@ -2,7 +2,9 @@
 
 A unit of work is at most one chunk of one prompt, then a few tokens for everyone who is past
 the prompt. So a long prompt holds the others up for a chunk at a time, and they go on meanwhile.
-No threads here: `Engine` calls `step` from one.
+The tokens of a unit are fetched when the next one has been dispatched, so that the device does not
+wait for the host: for a large model to dispatch takes as long as half a step. No threads here:
+`Engine` calls `step` from one.
 """
 
 import contextlib
@@ -46,12 +48,28 @@ class Admitted:
       generated: ids made on the device, those after a stop string too.
       written: see `Past`.
       tally: what speculation did; None without a drafter.
+      finite: whether all logits were.
     """
 
     request: Request
     generated: list[int] = dataclasses.field(default_factory=list)
     written: int = 0
     tally: SpeculationTally | None = None
+    finite: bool = True
+
+
+@dataclasses.dataclass
+class Flight:
+    """Tokens that were dispatched and not fetched yet.
+
+    Attributes:
+      occupants: of the rows at that time, None where one was free.
+      tokens, counts: as `Rows.step` returned them.
+    """
+
+    occupants: list[Admitted | None]
+    tokens: generate.Tokens
+    counts: Counts | None
 
 
 class Scheduler:
@@ -101,12 +119,14 @@ class Scheduler:
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
         self._admitted: list[Admitted] = []
+        self._flights: deque[Flight] = deque()  # the oldest first
         self.metrics = Metrics(slots, self._admitted, self.waiting)
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.snapshots or self.reading or self.rows.live)
+        work = self.waiting or self.snapshots or self.reading or self.rows.live or self._flights
+        return not work
 
     def step(self) -> None:
         """One unit of work; see the module's docstring."""
@@ -118,7 +138,11 @@ class Scheduler:
         if self.reading is None and not self.waiting:
             self.rows.shrink()  # some may have been left while a prompt was read
         if self.rows.live:
-            self._decode(STEPS if self.reading is None else STEPS_BESIDE_PREFILL)
+            steps = STEPS if self.reading is None else STEPS_BESIDE_PREFILL
+            self._flights.append(Flight(list(self.rows.occupants), *self.rows.step(steps)))
+            self._land(ahead=1)
+        else:
+            self._land()
 
     def snapshot(self, ids: list[int]) -> Future:
         """Has tokens read, and their state kept for every prompt that begins with them.
@@ -140,6 +164,7 @@ class Scheduler:
         self.snapshots.clear()
         self._admitted.clear()
         self._stop_reading()
+        self._flights.clear()
         self.rows.clear()
         self.pasts.clear()
         for request in requests:
@@ -196,6 +221,7 @@ class Scheduler:
 
     def _join(self, reading: Reading, admitted: Admitted) -> None:
         """The first token after a prompt, and a row for those that follow."""
+        self._land()  # there before the prompt's last chunk is
         first, state = self._reader.finish(reading, admitted.request.options)
         admitted.written = reading.written
         last = self._take(admitted, first, 0)
@@ -205,21 +231,36 @@ class Scheduler:
         self._make_room(self.rows.needed)
         self.rows.insert(admitted, self._reader.with_drafter(reading, state))
 
-    def _decode(self, steps: int) -> None:
-        occupants = list(self.rows.occupants)
-        tokens, counts = self.rows.step(steps)
+    def _land(self, *, ahead: int = 0) -> None:
+        """Hands out what is in flight, all but the newest `ahead`."""
+        while len(self._flights) > ahead:
+            self._land_one(self._flights.popleft())
+
+    def _land_one(self, flight: Flight) -> None:
+        live = self.rows.live
+        if not any(admitted in live for admitted in flight.occupants):
+            return
+        tokens, counts = sharding.fetch((flight.tokens, flight.counts))
         if counts is not None:
             self.metrics.speculated(counts)
-        for row, admitted in enumerate(occupants):
-            if admitted is None:
+        ended, unawares = [], False
+        for row, admitted in enumerate(flight.occupants):
+            if admitted not in live:  # free, or ended in the flight before
                 continue
-            if counts is not None:
+            over = admitted.request.row.finish_reason is not None  # its end is being dealt with
+            if counts is not None and not over:
                 admitted.tally.add(_only(counts, row), None, None)
+            admitted.finite = tokens.finish[row] != generate.NON_FINITE
             last = self._take(admitted, tokens, row)
-            if last is not None:
-                # The device may have gone on after a stop string, and into NaN.
-                finite = tokens.finish[row] != generate.NON_FINITE
-                self._end(admitted, last, self.rows.remove(admitted, keep=finite))
+            if last is not None and not over:
+                ended.append((admitted, last))
+                unawares |= tokens.finish[row] == generate.RUNNING
+        if unawares:
+            # After a stop string the device has gone on, maybe into NaN: the sequence's state
+            # holds what is still in flight.
+            self._land()
+        for admitted, last in ended:
+            self._end(admitted, last, self.rows.remove(admitted, keep=admitted.finite))
 
     def _take(
         self, admitted: Admitted, tokens: generate.Tokens, row: int
@@ -293,6 +334,8 @@ class Scheduler:
             owner.written = reading.written
             self._release(owner, reading.kv)
             self._fail(owner.request, Cancelled(None))
+        if any(admitted.request.cancelling for admitted in self.rows.live):
+            self._land()  # so that it is known what their states hold
         for admitted in [a for a in self.rows.live if a.request.cancelling]:
             generation = self._generation(admitted)
             self._release(admitted, self.rows.remove(admitted, keep=True))

@@ -53,6 +53,20 @@ def test_the_next_turn_goes_on_where_the_last_ended(read, shared, drafter):
         prompt = [*prompt, *reply, *other(BASE[turn : turn + 5])]  # the reply's last is not read
 
 
+@pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
+def test_a_turn_that_a_stop_string_ended_is_gone_on_from(read, drafter):
+    """The device was past it already, by a call that was in flight then."""
+    s = by_hand.scheduler(GEMMA, 1, drafter)
+    whole = GEMMA.generate(BASE[:50], max_new_tokens=40)
+    stop = {"stop": next(c for c in whole.text[4:] if c not in whole.text[:4])}
+    alone = GEMMA.generate(BASE[:50], max_new_tokens=40, **stop)
+    cut = by_hand.run(s, GEMMA, BASE[:50], max_new_tokens=40, **stop)
+    assert cut.tokens == alone.tokens and cut.finish_reason == "stop"
+    said = [*BASE[:50], *cut.tokens]
+    after = whole.tokens[len(cut.tokens) : len(cut.tokens) + 3]
+    check(s, [*said, *other(after)], read, len(said))
+
+
 @pytest.mark.parametrize(("drafter", "ahead"), [(None, 1), (Ngram(), 5)], ids=["plain", "drafted"])
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize("total", [W, 300])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import carat_jax as carat
-from carat_jax import generate
+from carat_jax import generate, sharding
 from carat_jax.engine import Cancelled
 from carat_jax.engine.scheduler import STEPS, STEPS_BESIDE_PREFILL
 from carat_jax.generation import Generation
@@ -172,12 +172,25 @@ def test_a_long_prompt_holds_nobody_up_for_longer_than_a_chunk():
     for chunk in range(5):  # 4 chunks of 64, and the rest
         before = len(talking.row.tokens)
         s.step()
-        steps = STEPS if chunk == 4 else STEPS_BESIDE_PREFILL
+        steps = STEPS_BESIDE_PREFILL if chunk else STEPS  # of the step before
         assert len(talking.row.tokens) - before == steps
         assert bool(long.row.tokens) == (chunk == 4)
     by_hand.work_off(s)
     assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=100).tokens
     assert long.result(0).tokens == model.generate(BASE[:300], max_new_tokens=2).tokens
+
+
+def test_the_device_has_work_while_tokens_are_fetched(monkeypatch):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+    request = by_hand.submit(s, model, BASE[:5], max_new_tokens=4 * STEPS + 1)
+    s.step()  # the prompt, its first token
+    done, step, fetch = [], s.rows.step, sharding.fetch
+    monkeypatch.setattr(s.rows, "step", lambda n: done.append("dispatched") or step(n))
+    monkeypatch.setattr(sharding, "fetch", lambda tree: done.append("fetched") or fetch(tree))
+    by_hand.work_off(s)
+    assert done[:6] == ["dispatched", "fetched"] * 3  # of each pair, the one before is fetched
+    assert len(request.result(0).tokens) == 4 * STEPS + 1
 
 
 def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
@@ -190,7 +203,7 @@ def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
     for chunk in range(3):
         before = len(talking.row.tokens)
         s.step()
-        assert len(talking.row.tokens) - before == (STEPS if chunk == 2 else STEPS_BESIDE_PREFILL)
+        assert len(talking.row.tokens) - before == (STEPS_BESIDE_PREFILL if chunk else STEPS)
         assert snapshot.done() == (chunk == 2)
     by_hand.work_off(s)
     assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=100).tokens
