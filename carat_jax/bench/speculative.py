@@ -2,6 +2,8 @@
 
 Weights are random, so no drafter could be right: which proposals stand is scripted, by the shares
 given. The drafter is the published assistant's shape and does its whole work.
+
+Calls of many rounds are dispatched one after another, as in `bench.decode`.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from carat_jax.speculative.acceptance import Forced
 from carat_jax.speculative.drafters.assistant import Assistant
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
-STEPS, ROUNDS, REPEATS, WARM_UP = 32, 16, 7, 3
+STEPS, ROUNDS, CALLS, REPEATS, WARM_UP = 32, 16, 3, 7, 3
 # Reported for Google's drafter of 31B: in which share of the rounds each proposal stood.
 ACCEPTANCE = (0.92, 0.78, 0.67, 0.57)
 
@@ -153,6 +155,11 @@ def _measure(
         return state.replace(decode=state.decode.replace(kv=kv))
 
     def rounds_of(state: SpeculativeState) -> tuple[Any, SpeculativeState]:
+        # Keys of its own: what stands is drawn by key and position, and positions come again.
+        controls = state.decode.controls
+        sampling = controls.sampling.replace(keys=generate.row_keys(len(counted), batch))
+        controls = controls.replace(sampling=sampling)
+        state = state.replace(decode=state.decode.replace(controls=controls))
         tokens, counts, state = speculate(
             params,
             config,
@@ -176,7 +183,7 @@ def _measure(
 
     def draft_alone(state: SpeculativeState) -> tuple[Any, SpeculativeState]:
         guesses = draft(params, config, drafter, state, jnp.int32(ROUNDS), num_proposals=K)
-        return guesses.block_until_ready(), state
+        return guesses, state
 
     draft_s, _, speculative = _time(draft_alone, rewound(speculative), ROUNDS)
     kv = rewound(speculative).decode.kv
@@ -214,9 +221,10 @@ def _time(call: Callable[[Any], tuple[Any, Any]], state: Any, parts: int) -> tup
     for _ in range(WARM_UP + REPEATS):
         jax.block_until_ready(state)
         begin = time.perf_counter()
-        out, state = call(state)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - begin) / parts)
+        for _ in range(CALLS):
+            out, state = call(state)
+        jax.block_until_ready((out, state))
+        times.append((time.perf_counter() - begin) / (CALLS * parts))
     return statistics.median(times[WARM_UP:]), out, state
 
 
