@@ -33,7 +33,7 @@ def decode_steps() -> Figure:
     """A bar for each decode step that was measured, and its floor."""
     rows = decode_rows()
     labels = [
-        f"{row['config'].upper()}, batch {row['batch']}, {row['context']:,} tokens, {row['commit']}"
+        f"{named(row)}, batch {row['batch']}, {row['context']:,} tokens, {row['commit']}"
         for row in rows
     ]
     figure = Figure(figsize=(8, 0.6 * len(rows) + 1.2), layout="constrained")
@@ -61,6 +61,12 @@ def ablation() -> Figure:
     for part, claim in zip(figure.subfigures(len(claims)), claims, strict=True):
         ablation_plots.panel(part, claim, rows, result["config"])
     return figure
+
+
+def named(row: dict[str, Any]) -> str:
+    """The size, and on how many GPUs if on several."""
+    devices = row.get("devices", 1)
+    return row["config"].upper() + (f", {devices} GPUs" if devices > 1 else "")
 
 
 def told(row: dict[str, Any]) -> str:

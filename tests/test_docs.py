@@ -153,9 +153,10 @@ def results(pattern: str) -> list[dict]:
 @pytest.mark.parametrize("name", ["README.md", "docs/how_it_works.md"])
 def test_each_row_of_a_table_of_decode_steps_was_measured(name):
     """All numbers of a row, rounded as they stand there."""
-    rows = re.findall(r"^\| (E2B|E4B|12B|26B-A4B|31B) \|(.*)\|$", (ROOT / name).read_text(), re.M)
-    assert len(rows) >= 4
-    for size, cells in rows:
+    pattern = r"^\| (E2B|E4B|12B|26B-A4B|31B)(?:, (\d) GPUs)? \|(.*)\|$"
+    rows = re.findall(pattern, (ROOT / name).read_text(), re.M)
+    assert len(rows) >= 5
+    for size, devices, cells in rows:
         numbers = re.findall(r"(?<![\w-])[\d,]+(?:\.\d+)?(?= \|| *$)", cells.partition("`")[0])
         given = [text.replace(",", "") for text in numbers]
         batch, context, ms, floor, ratio, rate, tokens = given
@@ -164,6 +165,7 @@ def test_each_row_of_a_table_of_decode_steps_was_measured(name):
         measured = [r for r in results("decode_*.json") if r["config"] == size.lower()]
         assert any(
             (row["batch"], row["context"]) == (int(batch), int(context))
+            and row.get("devices", 1) == int(devices or 1)
             and all(abs(row[k] - float(v)) <= half_a_digit(v) for k, v in stated.items())
             for row in measured
         ), (size, stated)

@@ -3,8 +3,7 @@
 The floor: every weight the step uses (a mixture reads only the experts its rows visit), the
 rings and the live global keys and values, each read once at the device's measured bandwidth.
 
-As `Gemma.generate` does, the next call is dispatched before the last has ended: otherwise the
-device would wait for the host between two calls, as long as half a step of a large model.
+As `Gemma.generate` does, the next call is dispatched before the last one's tokens are fetched.
 """
 
 import argparse

@@ -2,9 +2,8 @@
 
 A unit of work is at most one chunk of one prompt, then a few tokens for everyone who is past
 the prompt. So a long prompt holds the others up for a chunk at a time, and they go on meanwhile.
-The tokens of a unit are fetched when the next one has been dispatched, so that the device does not
-wait for the host: for a large model to dispatch takes as long as half a step. No threads here:
-`Engine` calls `step` from one.
+The tokens of a unit are fetched when the next one has been dispatched, so that the device need not
+wait for the host. No threads here: `Engine` calls `step` from one.
 """
 
 import contextlib
