@@ -19,8 +19,9 @@ from carat_jax.generate import Tokens, generate_tokens
 from carat_jax.generation import Generation, Piece, Stats
 from carat_jax.kv_state import GlobalKV, KVState, RingKV, init_state
 from carat_jax.memory import memory_estimate
-from carat_jax.model import forward, init_params
+from carat_jax.model import forward
 from carat_jax.options import GenerateOptions, OptionError
+from carat_jax.params import init_params
 from carat_jax.sharding import mesh
 
 __version__ = "0.1.0"

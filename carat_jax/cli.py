@@ -18,7 +18,7 @@ from carat_jax.checkpoint.convert import convert
 from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.generation import Generation, Piece
 from carat_jax.kv_state import state_bytes
-from carat_jax.model import num_params, param_bytes
+from carat_jax.params import num_params, param_bytes
 from carat_jax.speculative import NumProposals
 
 ERROR, INTERRUPTED = 1, 130

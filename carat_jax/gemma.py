@@ -25,8 +25,9 @@ from carat_jax.chat import ChatFormat, split_thinking
 from carat_jax.config import GemmaConfig
 from carat_jax.generation import Generation, Piece, Stream
 from carat_jax.kv_state import init_state, state_bytes
-from carat_jax.model import Params, forward, num_params, param_bytes
+from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
+from carat_jax.params import num_params, param_bytes
 from carat_jax.speculative import (
     Drafter,
     Exact,

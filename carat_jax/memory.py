@@ -12,7 +12,7 @@ from carat_jax import sharding
 from carat_jax.config import ConfigError, GemmaConfig
 from carat_jax.generate import MIN_CAPACITY
 from carat_jax.kv_state import RingKV, abstract_state, state_bytes
-from carat_jax.model import abstract_params, param_bytes
+from carat_jax.params import abstract_params, param_bytes
 from carat_jax.sharding import AnyMesh
 
 # Bytes per second that a streaming kernel reads, measured; by the name JAX gives the device.

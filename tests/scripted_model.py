@@ -23,8 +23,9 @@ from tokenizers import decoders, models, normalizers
 from carat_jax.chat import ChatFormat
 from carat_jax.config import FULL, GemmaConfig
 from carat_jax.gemma import Gemma
-from carat_jax.model import Params, abstract_params
+from carat_jax.model import Params
 from carat_jax.options import GenerateOptions
+from carat_jax.params import abstract_params
 from carat_jax.tokenizer import Tokenizer
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|think|>", "<|channel>", "<channel|>",

@@ -10,8 +10,9 @@ from flax import traverse_util
 from carat_jax.chat import ChatFormat
 from carat_jax.config import FULL, SLIDING, GemmaConfig
 from carat_jax.gemma import Gemma
-from carat_jax.model import Params, abstract_params
+from carat_jax.model import Params
 from carat_jax.options import GenerateOptions
+from carat_jax.params import abstract_params
 
 CONTEXT = 2176  # tokens; all generations then have caches of one size
 CONFIG = GemmaConfig(

@@ -22,6 +22,7 @@ FLOORS = (
     ("carat_jax.generate", "carat_jax.memory"),
     (
         "carat_jax.model",
+        "carat_jax.params",
         "carat_jax.attention",
         "carat_jax.feed_forward",
         "carat_jax.layers",

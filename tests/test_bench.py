@@ -14,7 +14,7 @@ from progress import only_progress
 from carat_jax import cli, compilation_cache, memory
 from carat_jax.bench import decode, random_model, report, speculative
 from carat_jax.config import PRESETS
-from carat_jax.model import param_bytes
+from carat_jax.params import param_bytes
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
 CONFIG = small_model.CONFIG

@@ -14,8 +14,9 @@ from carat_jax import compilation_cache, generate
 from carat_jax.bench.decode import large_copies
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, abstract_state, init_state
-from carat_jax.model import Params, abstract_params, forward, init_params
+from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
+from carat_jax.params import abstract_params, init_params
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,9 @@ from random_checkpoints import FULL, SLIDING, config_json
 from carat_jax import generate
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, abstract_state
-from carat_jax.model import abstract_params, forward
+from carat_jax.model import forward
 from carat_jax.options import GenerateOptions
+from carat_jax.params import abstract_params
 
 B = 2
 COMPACT = GemmaConfig.from_dict(

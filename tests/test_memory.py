@@ -16,7 +16,7 @@ from carat_jax.config import PRESETS, ConfigError
 from carat_jax.gemma import load
 from carat_jax.kv_state import init_state, state_bytes
 from carat_jax.memory import READ_BANDWIDTH, memory_estimate, step_bytes
-from carat_jax.model import param_bytes
+from carat_jax.params import param_bytes
 
 # By preset: parameters without those that are never used; bytes that a token adds to the global
 # caches; bytes of the rings when they are as long as the window. From the published table.

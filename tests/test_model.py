@@ -23,14 +23,8 @@ from fixture_models import (
 
 from carat_jax.attention import Keys
 from carat_jax.config import FULL, PRESETS, GemmaConfig
-from carat_jax.model import (
-    abstract_params,
-    embedding_scale,
-    forward,
-    init_params,
-    num_params,
-    param_bytes,
-)
+from carat_jax.model import embedding_scale, forward
+from carat_jax.params import abstract_params, init_params, num_params, param_bytes
 
 
 @functools.cache

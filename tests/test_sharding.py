@@ -19,7 +19,8 @@ import carat_jax as carat
 from carat_jax import sharding
 from carat_jax.config import FULL, PRESETS, SLIDING, ConfigError
 from carat_jax.kv_state import abstract_state
-from carat_jax.model import abstract_params, forward
+from carat_jax.model import forward
+from carat_jax.params import abstract_params
 
 HERE = Path(__file__).parent
 DENSE = HERE / "fixtures" / "dense_31b_like"

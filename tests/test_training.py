@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from carat_jax.chat import ChatFormat
 from carat_jax.checkpoint import load_params
 from carat_jax.config import GemmaConfig
-from carat_jax.model import abstract_params
+from carat_jax.params import abstract_params
 from carat_jax.tokenizer import Tokenizer
 from carat_jax.training import (
     corpus,

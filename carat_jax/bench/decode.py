@@ -23,8 +23,9 @@ from carat_jax import generate, memory, sharding
 from carat_jax.bench import random_model, report
 from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.kv_state import KVState, init_state
-from carat_jax.model import Params, forward, head, init_params
+from carat_jax.model import Params, forward, head
 from carat_jax.options import GenerateOptions
+from carat_jax.params import init_params
 
 STEPS, CALLS, REPEATS, WARM_UP = 32, 3, 7, 3
 LARGEST_ERROR = 0.05  # ‖decode - prefill‖ / ‖prefill‖ of logits; beyond it a row is void

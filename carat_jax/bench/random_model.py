@@ -15,8 +15,9 @@ from carat_jax.chat import ChatFormat
 from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.gemma import Gemma
 from carat_jax.kv_state import KVState, abstract_state
-from carat_jax.model import Params, init_params
+from carat_jax.model import Params
 from carat_jax.options import GenerateOptions
+from carat_jax.params import init_params
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,8 @@ from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, Recipe, recipes, unu
 from carat_jax.checkpoint.reading import Plan, read
 from carat_jax.checkpoint.safetensors_file import DTYPES, TensorInfo, read_header
 from carat_jax.config import GemmaConfig
-from carat_jax.model import Params, abstract_params
+from carat_jax.model import Params
+from carat_jax.params import abstract_params
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from carat_jax.chat import ChatFormat
 from carat_jax.config import GemmaConfig
-from carat_jax.model import abstract_params, num_params
+from carat_jax.params import abstract_params, num_params
 from carat_jax.training import log as logs
 from carat_jax.training.corpus import Corpus, documents, read_corpus, standard_library
 from carat_jax.training.export import save_weights

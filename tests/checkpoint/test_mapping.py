@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from carat_jax.checkpoint.mapping import PREFIXES, SKIPPED, recipes, unused
 from carat_jax.config import PRESETS, GemmaConfig
-from carat_jax.model import abstract_params
+from carat_jax.params import abstract_params
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -13,7 +13,7 @@ from small_checkpoint import CONFIGS, TINY, same_bits, write
 
 from carat_jax.checkpoint import CheckpointError, load_params, orbax_store
 from carat_jax.config import GemmaConfig
-from carat_jax.model import abstract_params
+from carat_jax.params import abstract_params
 
 
 def saved(folder: Path, config: dict = TINY, dtype: str = "float32"):

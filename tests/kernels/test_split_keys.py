@@ -25,7 +25,8 @@ from test_ring_attention import rings
 
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import abstract_state
-from carat_jax.model import abstract_params, forward
+from carat_jax.model import forward
+from carat_jax.params import abstract_params
 from pallas_kernels import Unsupported, global_attention, ring_attention
 from pallas_kernels.split_keys import split_attention
 

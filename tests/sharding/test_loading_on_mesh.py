@@ -10,7 +10,8 @@ from random_checkpoints import FULL, SLIDING, config_json, write
 import carat_jax as carat
 from carat_jax.checkpoint import convert, reading
 from carat_jax.config import GemmaConfig
-from carat_jax.model import Params, abstract_params
+from carat_jax.model import Params
+from carat_jax.params import abstract_params
 
 # Of the sliding layer 2 KV heads, of the global layer one, for up to four devices.
 SMALL = config_json(

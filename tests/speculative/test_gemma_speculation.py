@@ -10,7 +10,7 @@ import pytest
 
 import carat_jax as carat
 from carat_jax import cli
-from carat_jax.model import abstract_params
+from carat_jax.params import abstract_params
 from carat_jax.speculative import Drafter, Proposal
 
 PROMPTS, K = ["def main(", "import os\n"], 3

@@ -19,8 +19,9 @@ from carat_jax import generate
 from carat_jax.config import FULL, GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP
 from carat_jax.kv_state import KVState, RingKV, init_state
-from carat_jax.model import Params, abstract_params, forward, head
+from carat_jax.model import Params, forward, head
 from carat_jax.options import GenerateOptions
+from carat_jax.params import abstract_params
 from carat_jax.speculative import (
     Counts,
     Drafter,

@@ -22,7 +22,8 @@ from carat_jax import kv_state, rope, sharding
 from carat_jax.attention import Keys, Step
 from carat_jax.config import FULL, SLIDING, GemmaConfig, LayerType
 from carat_jax.layers import linear, rms_norm, weight
-from carat_jax.model import Block, Params, embed, random_params
+from carat_jax.model import Block, Params, embed
+from carat_jax.params import random_params
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
 from carat_jax.speculative.protocol import Drafter, Proposal, Target
 
@@ -80,7 +81,7 @@ class Assistant(Drafter):
 
     @classmethod
     def random(cls, config: AssistantConfig, key: jax.Array) -> "Assistant":
-        """Random weights (see `model.random_params`) and clusters."""
+        """Random weights (see `params.random_params`) and clusters."""
         weights, clusters = jax.random.split(key)
         params = random_params(cls.abstract(config).params, weights)
         ordering = None
