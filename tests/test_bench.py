@@ -19,7 +19,7 @@ from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
 CONFIG = small_model.CONFIG
 
-ENVIRONMENT = {"device", "platform", "jax", "jaxlib", "python", "date", "commit"}
+ENVIRONMENT = {"device", "platform", "jax", "jaxlib", "python", "date", "commit", "settings"}
 BANDWIDTH = 1e9  # bytes per second, so that times of a floor are no zeros
 
 
@@ -43,12 +43,14 @@ def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
 def test_decode(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(memory.READ_BANDWIDTH, jax.devices()[0].device_kind, BANDWIDTH)
     monkeypatch.setattr(decode, "REPEATS", 3)
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
     argv = ["--config", "small", "--batch", "2", "--context", "128", "--dtype", "float32"]
     result, lines = measured(capsys, tmp_path, "decode", *argv)
     assert set(result) == {"benchmark", "environment", "rows"}
     assert result["benchmark"] == "decode"
     assert set(result["environment"]) == ENVIRONMENT
     assert result["environment"]["jax"] == jax.__version__
+    assert result["environment"]["settings"]["NCCL_ALGO"] == "Ring"
     (row,) = result["rows"]
     assert (row["config"], row["batch"], row["context"]) == ("small", 2, 128)
     assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]

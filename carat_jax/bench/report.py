@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import os
 import platform
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from carat_jax.memory import READ_BANDWIDTH
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions, date and (in a git checkout) the commit."""
+    """Device, versions, date, (in a git checkout) the commit, and what is set for XLA and NCCL."""
     device = jax.devices()[0]
+    settings = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_", "NCCL_")
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -27,6 +29,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(settings)},
     }
 
 
