@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from carat_jax import display, generate, sharding
 from carat_jax.config import GemmaConfig
@@ -154,8 +155,8 @@ class BatchRun:
 
     def _dispatch(self, call: Call) -> Pending:
         params, config, spec, most = self.params, self.config, self.speculation, DECODE_STEPS
-        K, rounds = call.num_proposals, jnp.int32(call.rounds)
-        stopped = jnp.asarray([row.finish_reason is not None for row in self.rows])
+        K, rounds = call.num_proposals, np.int32(call.rounds)
+        stopped = np.array([row.finish_reason is not None for row in self.rows])
         if spec is None:
             tokens, self.state = generate.decode(
                 params, config, self.state, rounds, stopped, size=most

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from carat_jax import generate
@@ -73,14 +74,14 @@ class Rows:
             self._resize(self.needed)
         row = self.occupants.index(None)
         state, self._state = _places_like(state, self._state), _places_like(self._state, state)
-        self._state = _insert(self._state, state, jnp.int32(row))
+        self._state = _insert(self._state, state, np.int32(row))
         self.occupants[row], self._wants[row] = occupant, wants
 
     def remove(self, occupant: Any, *, keep: bool) -> KVState | None:
         """Frees the row of an occupant; returns what the model has read if that is to be kept."""
         row = self.occupants.index(occupant)
         self.occupants[row] = self._wants[row] = None
-        kept = _take(decode_part(self._state).kv, jnp.asarray([row])) if keep else None
+        kept = _take(decode_part(self._state).kv, np.array([row])) if keep else None
         if not self.live:
             self.clear()
         return kept
@@ -110,11 +111,11 @@ class Rows:
           what it will have made; rows as in `occupants`. Counts with a drafter only.
         """
         spec, size = self._speculation, generate.DECODE_STEPS
-        ends = jnp.asarray([occupant is None for occupant in self.occupants])
+        ends = np.array([occupant is None for occupant in self.occupants])
         state = Wants.all(self._wants, self._config.vocab_size).on(self._state)
         if spec is None:
             tokens, state = generate.decode(
-                self._params, self._config, state, jnp.int32(steps), ends, size=size
+                self._params, self._config, state, np.int32(steps), ends, size=size
             )
             counts = None
         else:
@@ -125,7 +126,7 @@ class Rows:
                 spec.drafter,
                 spec.rule,
                 state,
-                jnp.int32(-(-steps // (K + 1))),
+                np.int32(-(-steps // (K + 1))),
                 ends,
                 num_proposals=K,
                 size=-(-size // (K + 1)) * (K + 1),
@@ -135,7 +136,7 @@ class Rows:
 
     def _resize(self, rows: int) -> None:
         kept = [i for i, occupant in enumerate(self.occupants) if occupant is not None]
-        index = jnp.asarray(kept + [0] * (rows - len(kept)))
+        index = np.array(kept + [0] * (rows - len(kept)))
         leaves, structure = jax.tree.flatten(self._state)
         # One after another, so that no more than one of them is there twice.
         for i, leaf in enumerate(leaves):
