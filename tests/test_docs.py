@@ -73,6 +73,8 @@ def test_the_examples_of_a_page_run(name, capsys):
         plain, fast = names["plain"], names["fast"]
         assert fast.tokens == plain.tokens
         assert fast.stats.accepted > 0
+    if name == "docs/howto/speculate.md":
+        assert names["out"].stats.acceptance_length > 1.6  # the bundled drafter, after training
 
 
 def test_examples_that_do_not_run_are_there_and_name_what_exists():
@@ -205,6 +207,28 @@ def test_the_table_of_the_ablation_was_measured():
             assert len(stated) == min(len(times), 2), (name, tokens)
             for text, time in zip(stated, (min(times), max(times)) if times else (), strict=False):
                 assert abs(time - float(text)) <= half_a_digit(text), (name, tokens, text)
+
+
+def test_the_table_of_acceptance_was_measured():
+    """And what the page says of the smaller model stands in its log."""
+    page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    folder = ROOT / "benchmarks" / "cpu"
+    measured = json.loads((folder / "acceptance.json").read_text())["rows"]
+    stated = re.findall(r"^\| (\w+)[^|]* \| (code|prose) \|(.*)\|$", page, re.M)
+    assert [(kind, prompts) for kind, prompts, _ in stated] == [
+        (row["kind"], row["prompts"]) for row in measured
+    ]
+    for row, (*_, cells) in zip(measured, stated, strict=True):
+        texts = re.findall(r"[\d.]+", cells)
+        for text, value in zip(texts, [row["acceptance_length"], *row["acceptance"]], strict=True):
+            assert abs(value - float(text)) <= half_a_digit(text), (row, text)
+    log = json.loads((folder / "smaller_model_training_log.json").read_text())
+    for said in (
+        f"{log['model']['parameters'] / 1e6:.2f} M parameters",
+        f"{log['steps']:,} steps",
+        f"{log['held_out']['loss']:.2f} nats",
+    ):
+        assert said in page, said
 
 
 def test_the_plots_show_every_result():

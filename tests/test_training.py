@@ -347,6 +347,40 @@ def test_the_logged_loss_is_that_of_the_saved_weights(finished):
     assert log["held_out"]["bits_per_byte"] == pytest.approx(bits, rel=1e-3)
 
 
+def test_another_size_has_the_bundled_models_last_layers():
+    assert tiny.of_size(12, 160, 320) == tiny.CONFIG
+    small = tiny.of_size(8, 64, 96)
+    assert (small.num_hidden_layers, small.hidden_size, small.intermediate_size) == (8, 64, 96)
+    assert [i for i, spec in enumerate(small.layers) if spec.window is None] == [1, 7]
+    with pytest.raises(ValueError, match="num_hidden_layers = 0: it must be an integer from 1"):
+        tiny.of_size(0, 64, 96)
+
+
+def test_a_drafter_takes_the_tokenizer_and_the_vocabulary_of_its_target(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny, "train", Stopped.at)
+    text = Path(tiny.__file__).read_text(encoding="utf-8")
+    small = corpus.Corpus(training={"tiny.py": text}, held_out={"sched.py": SCHED})
+    monkeypatch.setattr(tiny, "read_corpus", lambda folder: small)
+    argv = ["--tokenizer", "tiny", "--layers", "2", "--hidden-size", "32", "--window", "64"]
+    with pytest.raises(Stopped) as stopped:
+        tiny.main([*argv, "--out", str(tmp_path / "out")])
+    written = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    bundled = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    assert written.get_vocab() == bundled.get_vocab()
+    assert written.encode(SCHED).ids == bundled.encode(SCHED).ids
+    params, task = stopped.value.args
+    assert params["embed_tokens"].shape == (4096, 32)
+    assert task.config.num_hidden_layers == 2
+
+
+class Stopped(Exception):
+    """Before the first step: nothing is compiled."""
+
+    @classmethod
+    def at(cls, params, task, *_):
+        raise cls(params, task)
+
+
 def test_matrices_decay_and_norms_do_not():
     """With a learning rate this low only the decay moves the weights visibly."""
     params = initial.initial_params(abstract_params(SMALL), SMALL.num_hidden_layers, 0)
@@ -378,6 +412,20 @@ def test_the_command_line_refuses_without_a_traceback(tmp_path, capsys):
         tiny.main(["--out", str(tmp_path / "out"), "--corpus", str(tmp_path)])
     assert "usable Python sources" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--tokenizer", "no-such-model"], "'no-such-model' is no folder"),
+        (["--tokenizer", str(ASSETS / "drafter")], "has no tokenizer.json: leave --tokenizer out"),
+        (["--hidden-size", "0"], "hidden_size = 0: it must be"),
+    ],
+)
+def test_a_size_or_a_tokenizer_that_cannot_be_is_refused(argv, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tiny.main([*argv, "--out", str(tmp_path / "out")])
+    assert message in capsys.readouterr().err
 
 
 def measure(folder: Path, path: str, text: str) -> float:

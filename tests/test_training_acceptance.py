@@ -5,6 +5,7 @@ import types
 import pytest
 
 from carat_jax.generation import Generation, Stats
+from carat_jax.speculative import Ngram
 from carat_jax.training import acceptance
 
 LONG = "    x = 1\n" * 50
@@ -49,13 +50,13 @@ def test_rows_weigh_every_round_alike():
         return results
 
     gemma = types.SimpleNamespace(generate=generate)
-    (row,) = acceptance.measure(gemma, {"own": None}, {"code": ["p", "q"]}, 2, 9)
+    (row,) = acceptance.measure(gemma, {"own": Ngram()}, {"code": ["p", "q"]}, 2, 9)
     assert row["acceptance"] == pytest.approx([0.3, 0.1])
     assert row["acceptance_length"] == pytest.approx(1.4)
     assert (row["count"], row["tokens"]) == (2, 14)
     assert asked == [(["p", "q"], 2, ())]
     heading, line = acceptance.table([row]).split("\n")
-    assert line.split() == ["own", "code", "1.40", "0.300", "0.100"]
+    assert line.split() == ["ngram", "own", "code", "1.40", "0.300", "0.100"]
     assert heading.split()[-2:] == ["1", "2"]
 
 

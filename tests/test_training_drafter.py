@@ -353,18 +353,20 @@ def test_rounds_of_the_bundled_drafter_are_those_that_training_counts(gemma):
         rounds, at = rounds + 1, at + stand + 1
     # The last rounds may be cut by the limit.
     assert np.abs(np.array(out.stats.per_position) * out.stats.drafted / K - accepted).max() <= 2
-    assert accepted[0] / rounds > 0.1
+    assert accepted[0] / rounds > 0.6
+    assert out.stats.acceptance_length > 2.5
 
 
 def test_the_bundled_drafter_is_small_and_logged():
     log = json.loads((ASSETS / "training_log.json").read_text(encoding="utf-8"))
-    assert (ASSETS / "model.safetensors").stat().st_size <= 2e6
+    assert sum(file.stat().st_size for file in ASSETS.iterdir()) <= 2e6
     config = AssistantConfig.from_json(ASSETS)
     leaves = jax.tree.leaves(Assistant.abstract(config).params)
     assert log["model"]["parameters"] == sum(leaf.size for leaf in leaves)
     assert "PSF" in log["corpus"]["licence"]
-    assert log["held_out"]["own"]["acceptance"][0] > 0.2
-    assert log["held_out"]["loss"] < 0.7 * log["curve"][0]["held_out_loss"]
+    first, *_, last = log["held_out"]["own"]["acceptance"]
+    assert first > 0.8 and last > 0.55
+    assert log["held_out"]["loss"] < 0.4
 
 
 def test_a_wrong_name_is_told_what_there_is(gemma):

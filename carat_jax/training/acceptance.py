@@ -1,6 +1,6 @@
 """How often a drafter's guesses stand, on text that neither it nor its target learned from:
 
-    python -m carat_jax.training.acceptance --drafter tiny ngram --out DIR
+    python -m carat_jax.training.acceptance --drafter tiny ngram FOLDER --out DIR
 
 Prompts are beginnings of held-out files of the corpus (`carat_jax.training.corpus`): code from the
 first definition on, and prose, the words of docstrings. DIR gets `acceptance.json` and
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_args(arguments)
     try:
-        gemma = load(given.target)
+        gemma = load(given.target, dtype=given.dtype)
         drafters = {name: load_drafter(name, gemma) for name in given.drafter}
         held_out = read_corpus(given.corpus).held_out
         prompts = {
@@ -70,8 +70,9 @@ def measure(
     """A row for each drafter and kind of prompt, of greedy continuations of fixed length.
 
     Returns:
-      drafter, prompts (their kind), count, tokens, acceptance_length (tokens a round) and
-      acceptance: for each of K places in a round, in what share of the rounds the guess stood.
+      drafter, kind (of drafter: assistant, ngram, model), prompts (their kind), count, tokens,
+      acceptance_length (tokens a round) and acceptance: for each of K places in a round, in what
+      share of the rounds the guess stood.
     """
     rows = []
     for name, drafter in drafters.items():
@@ -87,6 +88,7 @@ def measure(
             rows.append(
                 {
                     "drafter": name,
+                    "kind": type(drafter).__name__.lower(),
                     "prompts": kind,
                     "count": len(results),
                     "tokens": sum(len(r.tokens) for r in results),
@@ -99,12 +101,12 @@ def measure(
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows in columns."""
     K = max(len(row["acceptance"]) for row in rows)
-    lines = [f"{'drafter':16} {'prompts':8} {'tokens a round':>14} " + "".join(
+    lines = [f"{'kind':10} {'drafter':16} {'prompts':8} {'tokens a round':>14} " + "".join(
         f"{i + 1:>7}" for i in range(K))]  # fmt: skip
     for row in rows:
         shares = "".join(f"{share:7.3f}" for share in row["acceptance"])
-        name = row["drafter"][-16:]
-        lines.append(f"{name:16} {row['prompts']:8} {row['acceptance_length']:14.2f} {shares}")
+        name = f"{row['kind']:10} {row['drafter'][-16:]:16}"
+        lines.append(f"{name} {row['prompts']:8} {row['acceptance_length']:14.2f} {shares}")
     return "\n".join(lines)
 
 
@@ -139,7 +141,8 @@ def _plot(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
             if row["prompts"] == kind:
                 shares = row["acceptance"]
-                label = f"{row['drafter']}: {row['acceptance_length']:.2f} tokens a round"
+                name = " ".join(dict.fromkeys((row["kind"], row["drafter"])))  # "ngram" but once
+                label = f"{name}: {row['acceptance_length']:.2f} tokens a round"
                 axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
         axes.set(title=kind, xlabel="place in the round", ylabel="share accepted", ylim=(0, 1.02))
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -157,6 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--target", default="tiny", help="bundled model, folder or hub id")
     parser.add_argument("--drafter", nargs="+", default=["tiny", "ngram"],
                         help="what load_drafter takes")  # fmt: skip
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32",
+                        help="to compute in")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, help="folder for table and plot")
     parser.add_argument("--corpus", type=Path, default=standard_library(),
                         help="folder of .py files, like lib/python3.12")  # fmt: skip

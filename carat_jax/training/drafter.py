@@ -234,7 +234,7 @@ def _plot(file: Path, log: dict[str, Any]) -> None:
         axes.legend()
     figure.suptitle(f"{log['model']['parameters'] / 1e6:.2f} M parameters, {log['device']}, "
                     f"{log['tokens_per_second']:,} tokens/s")  # fmt: skip
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=100)
 
 
 def _parser() -> argparse.ArgumentParser:

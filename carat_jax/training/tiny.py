@@ -2,10 +2,15 @@
 
     python -m carat_jax.training.tiny --out DIR
 
+or a smaller one that can be its drafter, since it has the same tokenizer:
+
+    python -m carat_jax.training.tiny --tokenizer tiny --layers 4 --hidden-size 64 --out DIR
+
 The text is the installation's standard library (`carat_jax.training.corpus` says what of it and
-under which licence), the tokenizer is made from it first, and the model is Gemma 4 31B's
-architecture in small. DIR gets what `carat.load` reads (`config.json`, `generation_config.json`,
-`tokenizer.json`, `model.safetensors`), `training_log.json` and `training_curve.png`.
+under which licence), a tokenizer is made from it first unless one is given, and the model is Gemma
+4 31B's architecture in small. DIR gets what `carat.load` reads (`config.json`,
+`generation_config.json`, `tokenizer.json`, `model.safetensors`), `training_log.json` and
+`training_curve.png`.
 """
 
 import argparse
@@ -17,7 +22,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from tokenizers import Tokenizer
 
+from carat_jax import checkpoint
 from carat_jax.chat import ChatFormat
 from carat_jax.config import GemmaConfig
 from carat_jax.params import abstract_params, num_params
@@ -72,20 +79,56 @@ def main(arguments: list[str] | None = None) -> None:
             learning_rate=given.learning_rate,
             weight_decay=given.weight_decay,
         )
+        config = of_size(given.layers, given.hidden_size, given.intermediate_size)
+        tokenizer = None
+        if given.tokenizer is not None:
+            tokenizer, vocab_size = _tokenizer_of(given.tokenizer)
+            config = dataclasses.replace(config, vocab_size=vocab_size)
         corpus = read_corpus(given.corpus)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
-    run(corpus, options, given.out)
+    run(corpus, options, given.out, config, tokenizer)
+
+
+def of_size(layers: int, hidden_size: int, intermediate_size: int) -> GemmaConfig:
+    """The bundled model's configuration in another size; its layers end as those do.
+
+    Raises:
+      ConfigError: a size below one, or too many layers.
+    """
+    return dataclasses.replace(
+        CONFIG,
+        num_hidden_layers=layers,
+        layer_types=(CONFIG.layer_types * layers)[-layers:],
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+    )
 
 
 def run(
-    corpus: Corpus, options: TrainingOptions, out: Path, config: GemmaConfig = CONFIG
+    corpus: Corpus,
+    options: TrainingOptions,
+    out: Path,
+    config: GemmaConfig = CONFIG,
+    tokenizer: Tokenizer | None = None,
 ) -> dict[str, Any]:
-    """From text to a checkpoint folder `out`; returns what `training_log.json` says."""
+    """From text to a checkpoint folder.
+
+    Args:
+      corpus: what to train and to measure on.
+      options: how to train.
+      out: gets the files.
+      config: of the model.
+      tokenizer: with config.vocab_size ids or fewer; None = made from the corpus.
+
+    Returns:
+      what `training_log.json` says.
+    """
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    print("tokenizer …", flush=True)
-    tokenizer = train_tokenizer(corpus.training.values(), config.vocab_size)
+    if tokenizer is None:
+        print("tokenizer …", flush=True)
+        tokenizer = train_tokenizer(corpus.training.values(), config.vocab_size)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     texts = documents(corpus.training.values(), ChatFormat(empty_thought=True))
     stream = token_stream(tokenizer, texts, options.window)
@@ -118,6 +161,16 @@ def run(
     print(f"held-out loss {log['held_out']['loss']:.3f} nats per token, "
           f"{log['held_out']['bits_per_byte']:.3f} bits per byte")  # fmt: skip
     return log
+
+
+def _tokenizer_of(model: str) -> tuple[Tokenizer, int]:
+    """The tokenizer of another model, and the size of that model's vocabulary."""
+    folder = checkpoint.resolve(model, weights=False)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{model} has no tokenizer.json: leave --tokenizer out, or name "
+                                "a model with one")  # fmt: skip
+    return Tokenizer.from_file(str(file)), GemmaConfig.from_json(folder).vocab_size
 
 
 def _held_out(
@@ -160,12 +213,20 @@ def _plot(file: Path, log: dict[str, Any]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m carat_jax.training.tiny",
-        description="Train the bundled model on the Python standard library's sources.",
+        description="Train the bundled model, or one like it in another size, on the Python "
+        "standard library's sources.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the log")
     parser.add_argument("--corpus", type=Path, default=standard_library(),
                         help="folder of .py files, like lib/python3.12")  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="MODEL",
+                        help="whose to take, to be its drafter; None makes one")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=CONFIG.num_hidden_layers,
+                        help="the last and every sixth before it are global")  # fmt: skip
+    parser.add_argument("--hidden-size", type=int, default=CONFIG.hidden_size, help="its width")
+    parser.add_argument("--intermediate-size", type=int, default=CONFIG.intermediate_size,
+                        help="width of its MLPs")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=360.0, help="of training proper")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--window", type=int, default=1024, help="tokens in a sequence")
