@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LONG = ("04", "05", "06")  # near a minute each: left to `make test-slow`
+LONG = ("04", "05", "06")  # near a minute each: `make test` leaves them out, CI runs them
 MOST_BYTES = 1_500_000  # of all of them: a clone carries every version
 
 spec = importlib.util.spec_from_file_location("run", ROOT / "scripts" / "run_notebooks.py")
