@@ -33,15 +33,17 @@ def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
     return json.loads(file.read_text()), printed.out.splitlines()
 
 
-def test_in_float32_nothing_differs(capsys, tmp_path):
+@pytest.mark.parametrize(("temperature", "distinct"), [("0", 1), ("1", 10)])
+def test_in_float32_nothing_differs(capsys, tmp_path, temperature, distinct):
     argv = ["--config", "small", "--prompt", "7", "--acceptance", "1", "0.5"]
+    argv += ["--temperature", temperature]
     result, lines = measured(capsys, tmp_path, *argv)
     assert result["benchmark"] == "agreement"
     for row, shares in zip(result["rows"], ([1.0, 0.5], [0.0]), strict=True):
         assert (row["model"], row["dtype"], row["prompt"]) == ("small", "float32", "7 ids")
         assert (row["proposals"], row["acceptance"]) == (4, shares)
         assert (row["tokens"], row["equal"], row["differences"]) == (TOKENS, TOKENS, [])
-        assert 1 < row["distinct"] <= TOKENS
+        assert distinct < row["distinct"] <= TOKENS
         assert row["least_gap"] > 0
     # Of the guesses none is right beyond the shares, and with one after a right one, two or three.
     scripted, wrong = (row["acceptance_length"] for row in result["rows"])
@@ -50,8 +52,12 @@ def test_in_float32_nothing_differs(capsys, tmp_path):
     assert len(lines) == 1 + 2
 
 
-def test_every_difference_is_named_with_its_gap(capsys, tmp_path, monkeypatch):
-    """A model that counts, and a plain run that is said to have counted wrong twice."""
+@pytest.mark.parametrize(("temperature", "named", "equal"), [("0", 4, TOKENS - 4), ("0.01", 1, 9)])
+def test_differences_are_named_with_their_gaps(
+    capsys, tmp_path, monkeypatch, temperature, named, equal
+):
+    """A model that counts, and a plain run that is said to have counted wrong twice: all are named,
+    or of drawn tokens the first."""
     folder = str(scripted_model.write(tmp_path, [*range(VOCABULARY), 0]))
     (last,) = random_model.random_ids(scripted_model.CONFIG, 1, 5)[0, -1:].tolist()
     counted = [(last + 1 + i) % VOCABULARY for i in range(TOKENS)]
@@ -69,7 +75,8 @@ def test_every_difference_is_named_with_its_gap(capsys, tmp_path, monkeypatch):
         return dataclasses.replace(made, tokens=said, top_logprobs=tops)
 
     monkeypatch.setattr(Gemma, "generate", generates)
-    result, lines = measured(capsys, tmp_path, "--model", folder, "--prompt", "5")
+    argv = ["--model", folder, "--prompt", "5", "--temperature", temperature]
+    result, lines = measured(capsys, tmp_path, *argv)
     # After a wrong 50 comes 51, though the plain run is said to have gone on counting.
     expected = [
         {"position": 9, "plain": 50, "speculative": counted[9], "gap": 0.125},
@@ -80,10 +87,10 @@ def test_every_difference_is_named_with_its_gap(capsys, tmp_path, monkeypatch):
     assert len(result["rows"]) == 2
     for row in result["rows"]:
         assert row["model"] == folder
-        assert row["differences"] == expected
-        assert (row["equal"], row["least_gap"]) == (TOKENS - 4, 0.125)
+        assert row["differences"] == expected[:named]
+        assert (row["equal"], row["least_gap"]) == (equal, 0.125)
         assert row["distinct"] == TOKENS - 1
-    assert len(lines) == 1 + 2 + 1 + 1 + 2 * 4
+    assert len(lines) == 1 + 2 + 1 + 1 + 2 * named
     assert lines[5].split()[-4:] == ["9", "50", str(counted[9]), "0.125"]
 
 
@@ -99,6 +106,7 @@ def test_every_difference_is_named_with_its_gap(capsys, tmp_path, monkeypatch):
         (["--config", "31b", "--num-proposals", "16"], "num_proposals = 16"),
         (["--acceptance", "0.5", "0.7"], "none above the last"),
         (["--model", "nowhere"], "nowhere"),
+        (["--temperature", "-1"], "temperature = -1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

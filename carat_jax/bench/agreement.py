@@ -1,4 +1,4 @@
-"""Whether speculative decoding chooses the tokens of plain greedy decoding, and where it does not.
+"""Whether speculative decoding chooses the tokens of plain decoding, and where it does not.
 
 Plain decoding makes the tokens. A drafter that knows them proposes them with scripted mistakes, so
 that guesses are accepted and rejected at every place of a round, and `Exact` judges: its tokens
@@ -9,6 +9,11 @@ that differs is made once more under `Following`, which emits plain decoding's t
 model says, while the log-probabilities tell what it would have chosen. That names every difference,
 each after the same context, with the caches as speculation writes them: nothing is read again by
 the kernels of prefill.
+
+With a temperature tokens are drawn by keys that hang on the position only, so they are to be equal
+too, and random weights say many different ones, where greedy ones repeat the last token. Rounding
+then decides more often, since draws are nearly tied more often than logits; of a run that differs
+the first difference is named.
 """
 
 import argparse
@@ -25,6 +30,7 @@ from carat_jax.config import GemmaConfig
 from carat_jax.gemma import Gemma, load
 from carat_jax.generation import Generation
 from carat_jax.kv_state import abstract_state
+from carat_jax.options import GenerateOptions
 from carat_jax.speculative import Forced, Scripted, Speculation, check_speculation
 
 TEXT, IDS = "def main(", "64"  # the default --prompt of a model, and of random weights
@@ -60,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the rounds in which each guess is right (default .92 .78 .67 .57); those of "
         "a larger K beyond the shares are wrong. Each K also runs with all guesses wrong",
     )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="draw the tokens, and name only a run's first difference (default 0: greedy)",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,9 +80,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Fields of a row that do not speak for themselves: `distinct` tokens of the plain run, few where
     it went in a circle; its `least_gap` between the logits of the two most likely tokens, and the
-    `gap` at each of the `differences`; `equal`, the tokens without one.
+    `gap` at each of the `differences`; `equal`, the tokens without one, drawn ones before the
+    first.
     """
     random_model.check_model(args)
+    GenerateOptions(temperature=args.temperature)  # for what it refuses
     if args.config:
         config = GemmaConfig.preset(args.config)
     else:
@@ -86,11 +101,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for prompt in prompts:
         shown = prompt if isinstance(prompt, str) else f"{len(prompt)} ids"
         report.say(f"{shown}: plain")
-        plain = _generate(model, prompt, args.tokens)
+        plain = _generate(model, prompt, args.tokens, args.temperature)
         row = {
             "model": name,
             "dtype": model.config.dtype,
             "prompt": shown,
+            "temperature": args.temperature,
             "tokens": args.tokens,
             "distinct": len(set(plain.tokens)),
             "least_gap": min(map(_gap, plain.top_logprobs)),
@@ -98,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for K in args.num_proposals:
             for shares, right in scripts:
                 drafter = Scripted.of(np.array([plain.tokens]), right)
-                compared = _compare(model, prompt, plain, drafter, K)
+                compared = _compare(model, prompt, args.temperature, plain, drafter, K)
                 report.say(f"K {K}, acceptance {shares}: {compared['equal']} equal")
                 rows.append(row | {"proposals": K, "acceptance": shares} | compared)
     return {"benchmark": "agreement", "environment": report.environment(), "rows": rows}
@@ -152,22 +168,30 @@ def _scripts(
 
 
 def _compare(
-    model: Gemma, prompt: str | list[int], plain: Generation, drafter: Scripted, K: int
+    model: Gemma,
+    prompt: str | list[int],
+    temperature: float,
+    plain: Generation,
+    drafter: Scripted,
+    K: int,
 ) -> dict[str, Any]:
     """The fields of a row that hang on speculation."""
     count, speculation = len(plain.tokens), {"drafter": drafter, "num_proposals": K}
-    made = _generate(model, prompt, count, **speculation)
+    made = _generate(model, prompt, count, temperature, **speculation)
     chosen = {}
     if made.tokens != plain.tokens:
         first = [a == b for a, b in zip(plain.tokens, made.tokens, strict=True)].index(False)
+        chosen[first] = made.tokens[first]
+    if chosen and temperature == 0:
         known = jnp.asarray(plain.tokens, jnp.int32), jnp.int32(plain.prompt_tokens)
-        followed = _generate(model, prompt, count, acceptance=Following(*known), **speculation)
+        speculation["acceptance"] = Following(*known)
+        followed = _generate(model, prompt, count, temperature, **speculation)
         if followed.tokens != plain.tokens:
             raise RuntimeError("a run that was to follow plain decoding did not")
         # Of equals the first, as greedy decoding takes it.
         best = [max(top, key=lambda i: (top[i], -i)) for top in followed.top_logprobs]
-        chosen = {i: token for i, token in enumerate(best) if token != plain.tokens[i]}
-        chosen[first] = made.tokens[first]  # as it was: to follow is another program
+        others = {i: token for i, token in enumerate(best) if token != plain.tokens[i]}
+        chosen = others | chosen  # the first as it was: to follow is another program
     differences = [
         {
             "position": i,  # 0: the first token after the prompt
@@ -179,14 +203,17 @@ def _compare(
     ]
     return {
         "acceptance_length": round(made.stats.acceptance_length, 2),
-        "equal": count - len(differences),
+        "equal": count - len(differences) if temperature == 0 else min(chosen, default=count),
         "differences": differences,
     }
 
 
-def _generate(model: Gemma, prompt: str | list[int], count: int, **speculation: Any) -> Generation:
-    """`count` tokens, greedy, past any stop id, with the two most likely of each position."""
-    options = {"temperature": 0.0, "stop_token_ids": (), "suppress_tokens": (), "logprobs": 2}
+def _generate(
+    model: Gemma, prompt: str | list[int], count: int, temperature: float, **speculation: Any
+) -> Generation:
+    """`count` tokens, past any stop id, with the two most likely of each position."""
+    options = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    options |= {"stop_token_ids": (), "suppress_tokens": (), "logprobs": 2}
     made = model.generate(prompt, max_new_tokens=count, **options, **speculation)
     if len(made.tokens) < count:
         raise ValueError(f"the logits of token {len(made.tokens)} hold NaN or Inf")
@@ -195,5 +222,5 @@ def _generate(model: Gemma, prompt: str | list[int], count: int, **speculation: 
 
 def _gap(top: dict[int, float]) -> float:
     """Between the logits of the two most likely tokens."""
-    first, second = top.values()
+    first, second = sorted(top.values(), reverse=True)[:2]
     return round(first - second, 6)
