@@ -333,9 +333,11 @@ class Scheduler:
             owner.written = reading.written
             self._release(owner, reading.kv)
             self._fail(owner.request, Cancelled(None))
-        if any(admitted.request.cancelling for admitted in self.rows.live):
+        # Looked at once: another thread may cancel one more meanwhile.
+        cancelled = [a for a in self.rows.live if a.request.cancelling]
+        if cancelled:
             self._land()  # so that it is known what their states hold
-        for admitted in [a for a in self.rows.live if a.request.cancelling]:
+        for admitted in [a for a in cancelled if a in self.rows.live]:
             generation = self._generation(admitted)
             self._release(admitted, self.rows.remove(admitted, keep=True))
             self._fail(admitted.request, Cancelled(generation))
