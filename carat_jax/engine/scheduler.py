@@ -301,7 +301,6 @@ class Scheduler:
 
     def _release(self, admitted: Admitted, kv: KVState | None) -> None:
         """Frees a slot; what the model has read there may serve a conversation's next turn."""
-        self._admitted.remove(admitted)
         if kv is not None:
             ids = admitted.request.prompt + admitted.generated
             # The token chosen last has not been read, nor what of a prompt came no more to it.
@@ -311,6 +310,7 @@ class Scheduler:
         if self.reading is None and not self.waiting:
             self.rows.shrink()
         self._make_room(len(self.rows.occupants))
+        self._admitted.remove(admitted)  # last: `abandon` is to find it if any of this fails
 
     def _make_room(self, rows: int) -> None:
         """Keeps no more pasts than there are slots beside this many rows."""

@@ -364,6 +364,26 @@ def test_a_finish_that_fails_ends_one_request():
     assert len(sound.result(0).tokens) == 3
 
 
+def test_an_error_while_a_slot_is_freed_reaches_whose_it_was(monkeypatch):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    requests = [by_hand.submit(s, model, BASE[:3], max_new_tokens=n) for n in (30, 60)]
+
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    for _ in range(2):
+        s.step()
+    monkeypatch.setattr(s.rows, "_resize", no_room)
+    with pytest.raises(MemoryError, match="no room") as caught:
+        by_hand.work_off(s)
+    assert not any(request.done for request in requests)
+    s.abandon(caught.value)
+    for request in requests:
+        with pytest.raises(MemoryError, match="no room"):
+            request.result(0)
+
+
 # --- Memory --------------------------------------------------------------------------------------
 
 
