@@ -225,7 +225,7 @@ class Scheduler:
         admitted.written = reading.written
         last = self._take(admitted, first, 0)
         if last is not None:
-            self._end(admitted, last, reading.kv)
+            self._end(admitted, last, reading.kv if reading.finite else None)
             return
         self._make_room(self.rows.needed)
         self.rows.insert(admitted, self._reader.with_drafter(reading, state))
@@ -331,7 +331,7 @@ class Scheduler:
             self.reading = None
             free(reading.drafting)
             owner.written = reading.written
-            self._release(owner, reading.kv)
+            self._release(owner, reading.kv if reading.finite else None)
             self._fail(owner.request, Cancelled(None))
         # Looked at once: another thread may cancel one more meanwhile.
         cancelled = [a for a in self.rows.live if a.request.cancelling]

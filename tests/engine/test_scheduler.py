@@ -301,6 +301,21 @@ def test_what_came_after_a_stop_string_is_not_kept_where_it_was_not_finite():
     assert len(s.pasts) == 1
 
 
+def test_a_prompt_that_is_not_finite_is_not_kept():
+    """Another that begins alike would look at keys and values of the rest of it, as above."""
+    model = scripted()
+    s = by_hand.scheduler(model, 1)
+    assert by_hand.run(s, model, [A, DAMAGED]).finish_reason == "non_finite"
+    assert len(s.pasts) == 0
+    for damaged in (True, False):
+        request = by_hand.submit(s, model, [A] + [DAMAGED if damaged else Z] * 100)
+        s.step()
+        assert s.reading is not None
+        request.cancel()
+        s.step()
+        assert request.done and len(s.pasts) == (not damaged)
+
+
 def test_a_stop_string_across_pieces():
     """The first token comes alone, then eight at a time; none of what is cut off is shown."""
     model = scripted_model.gemma(SCRIPT)
