@@ -198,8 +198,8 @@ class Scheduler:
             done = self._reader.read_on(reading)
         if not done:
             return
-        self.reading = None
         if isinstance(reading.owner, Future):
+            self.reading = None
             ids = np.asarray(reading.ids[: reading.end])
             past = Past(ids, reading.kv, reading.written, pinned=True)
             self.pasts.keep(past)
@@ -225,10 +225,12 @@ class Scheduler:
         admitted.written = reading.written
         last = self._take(admitted, first, 0)
         if last is not None:
+            self.reading = None
             self._end(admitted, last, reading.kv if reading.finite else None)
             return
         self._make_room(self.rows.needed)
         self.rows.insert(admitted, self._reader.with_drafter(reading, state))
+        self.reading = None  # only now: if any of this fails, `abandon` is to find it
 
     def _land(self, *, ahead: int = 0) -> None:
         """Hands out what is in flight, all but the newest `ahead`."""

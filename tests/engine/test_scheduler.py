@@ -402,14 +402,34 @@ def test_an_error_while_a_slot_is_freed_reaches_whose_it_was(monkeypatch):
 # --- Memory --------------------------------------------------------------------------------------
 
 
+def large() -> int:
+    """Bytes of arrays that grow with the context."""
+    return sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4)
+
+
+@pytest.mark.parametrize("place", ["fetch", "insert"])
+def test_a_prompt_whose_joining_fails_leaves_nothing(monkeypatch, place):
+    """Even while somebody keeps the error, whose traceback refers to the state."""
+    model = by_hand.small_gemma()
+
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    gc.collect()
+    before = large()
+    s = by_hand.scheduler(model, 1)
+    monkeypatch.setattr(sharding if place == "fetch" else s.rows, place, no_room)
+    by_hand.submit(s, model, BASE[:5])
+    with pytest.raises(MemoryError, match="no room") as kept:
+        s.step()
+    s.abandon(kept.value)
+    assert large() == before
+
+
 def test_states_are_as_many_as_slots_and_one_being_read():
     model = by_hand.small_gemma()
     one = state_bytes(model.config, 1, by_hand.CONTEXT) - 4  # without the length
     draw = np.random.default_rng(3)
-
-    def large() -> int:
-        """Bytes of arrays that grow with the context."""
-        return sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4)
 
     gc.collect()
     before, most = large(), 0
