@@ -12,6 +12,7 @@ functions that return the state should donate the one they take: then XLA writes
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -187,13 +188,18 @@ def init_state(
     """
     shapes = abstract_state(config, batch, max_context, slack=slack, mesh=mesh)
     leaves, structure = jax.tree.flatten(shapes)
-    return jax.tree.unflatten(structure, _zeros(tuple(leaves)))
+    zeros = _zeros_at(tuple(leaf.sharding for leaf in leaves))
+    return jax.tree.unflatten(structure, zeros(tuple(leaves)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> list[jax.Array]:
-    """In one call: a large model has a hundred of them."""
-    return [jnp.zeros(s.shape, s.dtype, device=s.sharding) for s in shapes]
+    return [jnp.zeros(s.shape, s.dtype) for s in shapes]
+
+
+@functools.lru_cache
+def _zeros_at(places: tuple[NamedSharding | None, ...]) -> Callable[..., list[jax.Array]]:
+    """`_zeros` in one call: a large model has a hundred. Under jit, `device=` places nothing."""
+    return jax.jit(_zeros, static_argnums=0, out_shardings=list(places))
 
 
 def state_bytes(

@@ -115,3 +115,16 @@ def test_nothing_is_made_for_arguments_that_do_not_fit(capsys, monkeypatch, argv
     monkeypatch.delattr(agreement, "load")
     assert cli.main(["bench", "agreement", *argv]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("a" * 499, "prompt 500 + 30 new tokens exceeds"), ("", "empty prompt")]
+)
+def test_a_text_that_does_not_fit_is_refused_before_another_is_run(
+    capsys, tmp_path, monkeypatch, text, told
+):
+    folder = str(scripted_model.write(tmp_path, [*range(VOCABULARY), 0]))
+    monkeypatch.delattr(Gemma, "generate")
+    argv = ["--model", folder, "--tokens", str(TOKENS), "--prompt", "5", text]
+    assert cli.main(["bench", "agreement", *argv]) == 1
+    assert told in capsys.readouterr().err

@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         model = random_model.gemma(args.config, args.dtype)
     else:
         model = load(args.model, dtype=args.dtype)
+    model.checked(prompts, {"max_new_tokens": args.tokens})  # texts, now that there is a tokenizer
     rows = []
     for prompt in prompts:
         shown = prompt if isinstance(prompt, str) else f"{len(prompt)} ids"

@@ -42,6 +42,11 @@ class Reading:
     drafting: Any
     drafted: int = 0
 
+    @property
+    def finite(self) -> bool:
+        """Whether `kv` is, for the newest token has looked at all of it; waits for the device."""
+        return bool(sharding.fetch(jnp.isfinite(self.hidden).all()))
+
 
 class Reader:
     """Reads prompts, and has the drafter read them."""

@@ -198,8 +198,8 @@ class Scheduler:
             done = self._reader.read_on(reading)
         if not done:
             return
-        self.reading = None
         if isinstance(reading.owner, Future):
+            self.reading = None
             ids = np.asarray(reading.ids[: reading.end])
             past = Past(ids, reading.kv, reading.written, pinned=True)
             self.pasts.keep(past)
@@ -225,10 +225,12 @@ class Scheduler:
         admitted.written = reading.written
         last = self._take(admitted, first, 0)
         if last is not None:
-            self._end(admitted, last, reading.kv)
+            self.reading = None
+            self._end(admitted, last, reading.kv if reading.finite else None)
             return
         self._make_room(self.rows.needed)
         self.rows.insert(admitted, self._reader.with_drafter(reading, state))
+        self.reading = None  # only now: if any of this fails, `abandon` is to find it
 
     def _land(self, *, ahead: int = 0) -> None:
         """Hands out what is in flight, all but the newest `ahead`."""
@@ -301,7 +303,6 @@ class Scheduler:
 
     def _release(self, admitted: Admitted, kv: KVState | None) -> None:
         """Frees a slot; what the model has read there may serve a conversation's next turn."""
-        self._admitted.remove(admitted)
         if kv is not None:
             ids = admitted.request.prompt + admitted.generated
             # The token chosen last has not been read, nor what of a prompt came no more to it.
@@ -311,6 +312,7 @@ class Scheduler:
         if self.reading is None and not self.waiting:
             self.rows.shrink()
         self._make_room(len(self.rows.occupants))
+        self._admitted.remove(admitted)  # last: `abandon` is to find it if any of this fails
 
     def _make_room(self, rows: int) -> None:
         """Keeps no more pasts than there are slots beside this many rows."""
@@ -331,11 +333,13 @@ class Scheduler:
             self.reading = None
             free(reading.drafting)
             owner.written = reading.written
-            self._release(owner, reading.kv)
+            self._release(owner, reading.kv if reading.finite else None)
             self._fail(owner.request, Cancelled(None))
-        if any(admitted.request.cancelling for admitted in self.rows.live):
+        # Looked at once: another thread may cancel one more meanwhile.
+        cancelled = [a for a in self.rows.live if a.request.cancelling]
+        if cancelled:
             self._land()  # so that it is known what their states hold
-        for admitted in [a for a in self.rows.live if a.request.cancelling]:
+        for admitted in [a for a in cancelled if a in self.rows.live]:
             generation = self._generation(admitted)
             self._release(admitted, self.rows.remove(admitted, keep=True))
             self._fail(admitted.request, Cancelled(generation))

@@ -7,7 +7,7 @@ import pytest
 import small_model
 
 from carat_jax import generate
-from carat_jax.engine import Cancelled
+from carat_jax.engine import Cancelled, Request
 from carat_jax.speculative import Ngram
 
 W, R = small_model.CONFIG.sliding_window, 128
@@ -117,6 +117,32 @@ def test_the_past_of_a_cancelled_request_serves_too(read):
         request.result(0)
     said = cancelled.value.generation.tokens
     check(s, [*BASE[:100], *said, 3, 4], read, 100 + len(said) - 1)
+
+
+def test_the_past_of_a_request_that_another_thread_cancels_in_between(read):
+    """What is in flight then has taken places of the rings too."""
+
+    class Late(Request):
+        """Is cancelled right after the engine has looked whether it is."""
+
+        looks = 0
+
+        @property
+        def cancelling(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+    s = by_hand.scheduler(GEMMA, 1)
+    request = by_hand.submit(s, GEMMA, BASE[:R], max_new_tokens=60)
+    for _ in range(3):
+        s.step()
+    request.__class__ = Late
+    by_hand.work_off(s)
+    with pytest.raises(Cancelled):
+        request.result(0)
+    (past,) = s.pasts._kept
+    shared = len(past.ids) + 1 - R + (W - 1)  # as far back as can be gone
+    check(s, [*BASE[:shared], *other(BASE[shared : shared + 9])], read, shared)
 
 
 def test_conversations_do_not_take_each_others_pasts(read):

@@ -301,6 +301,21 @@ def test_what_came_after_a_stop_string_is_not_kept_where_it_was_not_finite():
     assert len(s.pasts) == 1
 
 
+def test_a_prompt_that_is_not_finite_is_not_kept():
+    """Another that begins alike would look at keys and values of the rest of it, as above."""
+    model = scripted()
+    s = by_hand.scheduler(model, 1)
+    assert by_hand.run(s, model, [A, DAMAGED]).finish_reason == "non_finite"
+    assert len(s.pasts) == 0
+    for damaged in (True, False):
+        request = by_hand.submit(s, model, [A] + [DAMAGED if damaged else Z] * 100)
+        s.step()
+        assert s.reading is not None
+        request.cancel()
+        s.step()
+        assert request.done and len(s.pasts) == (not damaged)
+
+
 def test_a_stop_string_across_pieces():
     """The first token comes alone, then eight at a time; none of what is cut off is shown."""
     model = scripted_model.gemma(SCRIPT)
@@ -364,17 +379,57 @@ def test_a_finish_that_fails_ends_one_request():
     assert len(sound.result(0).tokens) == 3
 
 
+def test_an_error_while_a_slot_is_freed_reaches_whose_it_was(monkeypatch):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    requests = [by_hand.submit(s, model, BASE[:3], max_new_tokens=n) for n in (30, 60)]
+
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    for _ in range(2):
+        s.step()
+    monkeypatch.setattr(s.rows, "_resize", no_room)
+    with pytest.raises(MemoryError, match="no room") as caught:
+        by_hand.work_off(s)
+    assert not any(request.done for request in requests)
+    s.abandon(caught.value)
+    for request in requests:
+        with pytest.raises(MemoryError, match="no room"):
+            request.result(0)
+
+
 # --- Memory --------------------------------------------------------------------------------------
+
+
+def large() -> int:
+    """Bytes of arrays that grow with the context."""
+    return sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4)
+
+
+@pytest.mark.parametrize("place", ["fetch", "insert"])
+def test_a_prompt_whose_joining_fails_leaves_nothing(monkeypatch, place):
+    """Even while somebody keeps the error, whose traceback refers to the state."""
+    model = by_hand.small_gemma()
+
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    gc.collect()
+    before = large()
+    s = by_hand.scheduler(model, 1)
+    monkeypatch.setattr(sharding if place == "fetch" else s.rows, place, no_room)
+    by_hand.submit(s, model, BASE[:5])
+    with pytest.raises(MemoryError, match="no room") as kept:
+        s.step()
+    s.abandon(kept.value)
+    assert large() == before
 
 
 def test_states_are_as_many_as_slots_and_one_being_read():
     model = by_hand.small_gemma()
     one = state_bytes(model.config, 1, by_hand.CONTEXT) - 4  # without the length
     draw = np.random.default_rng(3)
-
-    def large() -> int:
-        """Bytes of arrays that grow with the context."""
-        return sum(x.nbytes for x in jax.live_arrays() if x.ndim == 4)
 
     gc.collect()
     before, most = large(), 0

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from fixture_models import FOLDER, NAMES, model
+from jax.sharding import PartitionSpec as P
 from on_mesh import on_mesh
 from random_checkpoints import FULL, SLIDING, config_json, write
 
@@ -104,6 +105,18 @@ def test_the_estimate_is_what_each_device_holds(name, axes):
         for shard in leaf.addressable_shards:
             held[shard.device] += shard.data.nbytes
     assert set(held.values()) == {carat.memory_estimate(config, 4, 100, mesh=mesh)}
+
+
+@pytest.mark.parametrize("rows", [1, 4])  # of which two groups of devices share four only
+@pytest.mark.parametrize("axes", [(2, 4), (2, 1)])
+def test_an_empty_state_lies_where_it_was_planned(axes, rows):
+    config, mesh = GemmaConfig.from_dict(SMALL), carat.mesh(data=axes[0], model=axes[1])
+    state = carat.init_state(config, rows, 100, mesh=mesh)
+    cut = ("data",) if rows == 4 else ()
+    assert state.length.sharding.spec == P(*cut)
+    for x in jax.tree.leaves(state.layers):
+        assert x.sharding.spec == P(*(cut or (None,)), "model")
+        assert x.sharding.mesh == mesh and not x.any()
 
 
 @pytest.mark.slow

@@ -412,8 +412,10 @@ def test_everything_wrong_with_the_weights_is_in_one_error(copy):
 def test_clusters_that_leave_out_a_token_are_refused(copy):
     ids = np.arange(256)
     ids[7] = 8
-    message = refusal(copy, masked_embedding__token_ordering=ids)
+    changes = {"masked_embedding__token_ordering": ids, "model__norm__weight": None}
+    message = refusal(copy, **changes)
     assert "token_ordering does not name every token once" in message
+    assert "missing model.norm.weight [24]" in message
 
 
 def test_a_damaged_file_is_refused(copy):

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -51,7 +50,9 @@ def load_assistant(
     plan, problems, ids = _match(tensors, config)
     if problems:
         raise misfit(folder, problems)
-    ordering = None if ids is None else _ordering(ids, config, folder)
+    ordering = None
+    if ids is not None:
+        ordering = jnp.asarray(ids.reshape(config.num_centroids, -1), jnp.int32)
     shapes = Assistant.abstract(config).params
     if mesh is not None:
         shapes = sharding.stored(shapes, mesh, top={})
@@ -81,24 +82,19 @@ def recipes(config: AssistantConfig) -> dict[str, Recipe]:
 
 def _match(
     tensors: dict[str, TensorInfo], config: AssistantConfig
-) -> tuple[Plan, list[str], TensorInfo | None]:
-    """As `checkpoint.loading.match`, and the token ordering if there is to be one."""
+) -> tuple[Plan, list[str], np.ndarray | None]:
+    """As `checkpoint.loading.match`, and the token ordering, int64 [V], if there is to be one."""
     if not config.use_ordered_embeddings:
         return *match(tensors, recipes(config)), None
     others = {name: info for name, info in tensors.items() if name != TOKEN_ORDERING}
     plan, problems = match(others, recipes(config))
-    ids, shape = tensors.get(TOKEN_ORDERING), (config.text.vocab_size,)
-    if ids is None:
-        problems.append(f"missing {TOKEN_ORDERING} {list(shape)}")
-    elif wrong := unlike(ids, shape, ("I64",)):
-        problems.append(f"{TOKEN_ORDERING} {wrong}")
-    return plan, problems, ids
-
-
-def _ordering(info: TensorInfo, config: AssistantConfig, folder: Path) -> jax.Array:
-    """The ids of each cluster, int32 [clusters, V / clusters]."""
-    ids = np.empty(info.shape, np.int64)
-    read_box(info, info.shape, (0,) * len(info.shape), ids)
+    info, shape = tensors.get(TOKEN_ORDERING), (config.text.vocab_size,)
+    if info is None:
+        return plan, [*problems, f"missing {TOKEN_ORDERING} {list(shape)}"], None
+    if wrong := unlike(info, shape, ("I64",)):
+        return plan, [*problems, f"{TOKEN_ORDERING} {wrong}"], None
+    ids = np.empty(shape, np.int64)
+    read_box(info, shape, (0,), ids)
     if not np.array_equal(np.sort(ids), np.arange(ids.size)):
-        raise misfit(folder, [f"{TOKEN_ORDERING} does not name every token once"])
-    return jnp.asarray(ids.reshape(config.num_centroids, -1), jnp.int32)
+        problems.append(f"{TOKEN_ORDERING} does not name every token once")
+    return plan, problems, ids
