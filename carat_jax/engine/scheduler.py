@@ -47,7 +47,7 @@ class Admitted:
       generated: ids made on the device, those after a stop string too.
       written: see `Past`.
       tally: what speculation did; None without a drafter.
-      finite: whether all logits were.
+      finite: whether all logits so far were.
     """
 
     request: Request
@@ -193,19 +193,25 @@ class Scheduler:
 
     def _read_on(self, reading: Reading) -> None:
         """One chunk; after the last, the sequence joins the others, or the snapshot is kept."""
-        done = False
         with self._ending(reading.owner):
-            done = self._reader.read_on(reading)
-        if not done:
-            return
-        if isinstance(reading.owner, Future):
-            self.reading = None
-            ids = np.asarray(reading.ids[: reading.end])
-            past = Past(ids, reading.kv, reading.written, pinned=True)
-            self.pasts.keep(past)
-            reading.owner.set_result(past)
-        else:
-            self._join(reading, reading.owner)
+            if not self._reader.read_on(reading):
+                return
+            if isinstance(reading.owner, Future):
+                self._keep_snapshot(reading, reading.owner)
+            else:
+                self._join(reading, reading.owner)
+
+    def _keep_snapshot(self, reading: Reading, future: Future) -> None:
+        if not reading.finite:
+            raise FloatingPointError(
+                f"the state after these {reading.end:,} tokens holds NaN or Inf: it cannot be gone "
+                "on from"
+            )
+        ids = np.asarray(reading.ids[: reading.end])
+        past = Past(ids, reading.kv, reading.written, pinned=True)
+        self.pasts.keep(past)
+        self.reading = None
+        future.set_result(past)
 
     @contextlib.contextmanager
     def _ending(self, owner: Admitted | Future) -> Iterator[None]:
@@ -225,43 +231,52 @@ class Scheduler:
         admitted.written = reading.written
         last = self._take(admitted, first, 0)
         if last is not None:
+            kv = reading.kv if reading.finite else None
             self.reading = None
-            self._end(admitted, last, reading.kv if reading.finite else None)
+            self._end(admitted, last, kv)
             return
         self._make_room(self.rows.needed)
         self.rows.insert(admitted, self._reader.with_drafter(reading, state))
         self.reading = None  # only now: if any of this fails, `abandon` is to find it
 
     def _land(self, *, ahead: int = 0) -> None:
-        """Hands out what is in flight, all but the newest `ahead`."""
+        """Hands out what is in flight, all but the newest `ahead`, and ends what is over then."""
+        ended: dict[Admitted, tuple[str, list[int]]] = {}
         while len(self._flights) > ahead:
-            self._land_one(self._flights.popleft())
+            if self._hand_out(self._flights.popleft(), ended):
+                ahead = 0  # the states of those that ended hold what is still in flight
+        for admitted, last in ended.items():
+            self._end(admitted, last, self.rows.remove(admitted, keep=admitted.finite))
 
-    def _land_one(self, flight: Flight) -> None:
-        live = self.rows.live
+    def _hand_out(self, flight: Flight, ended: dict[Admitted, tuple[str, list[int]]]) -> bool:
+        """Fetches the tokens of a flight and gives each request its own.
+
+        Args:
+          flight: the oldest one.
+          ended: requests that are over, each with its last piece; those of this flight join them.
+
+        Returns:
+          whether one of these was ended by a stop string, of which the device knows nothing: it
+          has gone on, maybe into NaN.
+        """
+        live, gone_on = self.rows.live, False
         if not any(admitted in live for admitted in flight.occupants):
-            return
+            return False
         tokens, counts = sharding.fetch((flight.tokens, flight.counts))
-        if counts is not None:
-            self.metrics.speculated(counts)
-        ended, unawares = [], False
         for row, admitted in enumerate(flight.occupants):
-            if admitted not in live:  # free, or ended in the flight before
+            if admitted not in live:  # free, or freed meanwhile
                 continue
-            over = admitted.request.row.finish_reason is not None  # its end is being dealt with
+            admitted.finite &= bool(tokens.finish[row] != generate.NON_FINITE)
+            over = admitted in ended
             if counts is not None and not over:
-                admitted.tally.add(_only(counts, row), None, None)
-            admitted.finite = tokens.finish[row] != generate.NON_FINITE
+                own = _only(counts, row)
+                admitted.tally.add(own, None, None)
+                self.metrics.speculated(own)
             last = self._take(admitted, tokens, row)
             if last is not None and not over:
-                ended.append((admitted, last))
-                unawares |= tokens.finish[row] == generate.RUNNING
-        if unawares:
-            # After a stop string the device has gone on, maybe into NaN: the sequence's state
-            # holds what is still in flight.
-            self._land()
-        for admitted, last in ended:
-            self._end(admitted, last, self.rows.remove(admitted, keep=admitted.finite))
+                ended[admitted] = last
+                gone_on |= bool(tokens.finish[row] == generate.RUNNING)
+        return gone_on
 
     def _take(
         self, admitted: Admitted, tokens: generate.Tokens, row: int
@@ -305,7 +320,7 @@ class Scheduler:
         """Frees a slot; what the model has read there may serve a conversation's next turn."""
         if kv is not None:
             ids = admitted.request.prompt + admitted.generated
-            # The token chosen last has not been read, nor what of a prompt came no more to it.
+            # The token chosen last has not been read; of a cancelled prompt, a part has.
             ids = np.asarray(ids[: int(kv.length[0])])
             written = max(admitted.written, len(ids) + self._written_ahead)
             self.pasts.keep(Past(ids, kv, written))
@@ -330,10 +345,11 @@ class Scheduler:
             self._fail(request, Cancelled(None))
         reading, owner = self.reading, self.reading and self.reading.owner
         if isinstance(owner, Admitted) and owner.request.cancelling:
+            kv = reading.kv if reading.finite else None
             self.reading = None
             free(reading.drafting)
             owner.written = reading.written
-            self._release(owner, reading.kv if reading.finite else None)
+            self._release(owner, kv)
             self._fail(owner.request, Cancelled(None))
         # Looked at once: another thread may cancel one more meanwhile.
         cancelled = [a for a in self.rows.live if a.request.cancelling]

@@ -314,6 +314,11 @@ def test_a_prompt_that_is_not_finite_is_not_kept():
         request.cancel()
         s.step()
         assert request.done and len(s.pasts) == (not damaged)
+    snapshot = s.snapshot([A, DAMAGED])
+    by_hand.work_off(s)
+    with pytest.raises(FloatingPointError, match="these 2 tokens holds NaN"):
+        snapshot.result(0)
+    assert len(s.pasts) == 0  # the one of before went into it
 
 
 def test_a_stop_string_across_pieces():
