@@ -43,35 +43,35 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=5376, help="D (default: of 31B)")
     parser.add_argument("--path", nargs="+", choices=PATHS, default=list(PATHS), metavar="NAME",
                         help=f"of {', '.join(PATHS)} (default all)")  # fmt: skip
-    parser.add_argument("--chain", type=int, default=CHAIN, help="sums in a row (default 120)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # the process
     arguments = parser.parse_args()
+    sizes = {"devices": arguments.devices, "width": arguments.width}
     if arguments.measure:
-        print(json.dumps(measure(arguments.devices, arguments.width, arguments.chain)))
+        print(json.dumps(measure(**sizes)))
         return 0
-    rows, environment = [], None
+    command = [sys.executable, __file__, "--measure"]
+    command += ["--devices", str(arguments.devices), "--width", str(arguments.width)]
+    rows = []
     for path in arguments.path:
-        sizes = [str(arguments.devices), "--width", str(arguments.width)]
-        command = [sys.executable, __file__, "--measure", "--devices", *sizes]
-        command += ["--chain", str(arguments.chain)]
-        done = subprocess.run(command, env=os.environ | PATHS[path], stdout=subprocess.PIPE)
-        if done.returncode:
-            print(f"{path}: failed", file=sys.stderr)
-            continue
-        result = json.loads(done.stdout)
-        environment = result.pop("environment")
-        rows.append({"path": path, "set": PATHS[path]} | result)
+        done = subprocess.run(command, env=_environment(PATHS[path]), stdout=subprocess.PIPE)
+        found = {"failed": True} if done.returncode else json.loads(done.stdout)
+        rows.append({"path": path} | found)
     columns = ["path", "bare_us", "with_product_us", "product_us"]
-    print(report.table(columns, [[row[name] for name in columns] for row in rows]))
+    print(report.table(columns, [[row.get(name) for name in columns] for row in rows]))
     if arguments.json:
-        result = {"benchmark": "all_reduce", "environment": environment, "rows": rows}
-        result |= {"devices": arguments.devices, "width": arguments.width, "dtype": "float32"}
+        result = {"benchmark": "all_reduce", **sizes, "dtype": "float32", "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if rows else 1
+    return int(any("failed" in row for row in rows))
 
 
-def measure(devices: int, width: int, chain: int) -> dict[str, Any]:
+def _environment(path: dict[str, str]) -> dict[str, str]:
+    """That of this process and a path's; flags of both."""
+    flags = " ".join([os.environ.get("XLA_FLAGS", ""), path.get("XLA_FLAGS", "")])
+    return os.environ | path | {"XLA_FLAGS": flags}
+
+
+def measure(devices: int, width: int) -> dict[str, Any]:
     """Of this process: µs of a sum alone, of product and sum, and of the product alone."""
     mesh = sharding.mesh(model=devices)
     x = sharding.place(jnp.ones((1, width)), mesh)
@@ -80,7 +80,7 @@ def measure(devices: int, width: int, chain: int) -> dict[str, Any]:
 
     def seconds(product: bool, reduce: bool) -> float:
         def body(_: int, x: jax.Array) -> jax.Array:
-            for _ in range(chain):
+            for _ in range(CHAIN):
                 if product:
                     x = x + 0.01 * (x.astype(jnp.bfloat16) @ weights).astype(jnp.float32)
                 if reduce:
@@ -101,7 +101,7 @@ def measure(devices: int, width: int, chain: int) -> dict[str, Any]:
             begin = time.perf_counter()
             jax.block_until_ready(run(x, weights))
             times.append(time.perf_counter() - begin)
-        return min(times) / (CALLS * chain)
+        return min(times) / (CALLS * CHAIN)
 
     return {
         "bare_us": round(1e6 * seconds(False, True), 2),

@@ -17,7 +17,7 @@ from carat_jax.bench import ablation_plots
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "h200"
-EARLIER = ("decode_31b_warm.json", "decode_31b_xla.json")  # of other programs: told in words
+EARLIER = ("decode_31b_warm.json", "decode_31b_xla.json")  # not of the present decode step
 DOCS = ROOT / "docs"
 
 

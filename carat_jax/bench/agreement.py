@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Fields of a row that do not speak for themselves: `distinct` tokens of the plain run, few where
     it went in a circle; its `least_gap` between the logits of the two most likely tokens, and the
-    `gap` at each of the `differences`; `equal`, the tokens without one, drawn ones before the
-    first.
+    `gap` at each of the `differences` (None for drawn tokens, which it says nothing about);
+    `equal`, the tokens without a difference, or of drawn ones those before the first.
     """
     random_model.check_model(args)
     GenerateOptions(temperature=args.temperature)  # for what it refuses
@@ -198,7 +198,7 @@ def _compare(
             "position": i,  # 0: the first token after the prompt
             "plain": plain.tokens[i],
             "speculative": chosen[i],
-            "gap": _gap(plain.top_logprobs[i]),
+            "gap": _gap(plain.top_logprobs[i]) if temperature == 0 else None,
         }
         for i in sorted(chosen)
     ]

@@ -24,7 +24,9 @@ class Following(Rule):
     def accept(
         self, logits: jax.Array, proposal: Proposal, sampling: Sampling, position: jax.Array
     ) -> Verdict:
-        """See `Rule.accept`; greedy only."""
+        """See `Rule.accept`. Raises ValueError for tokens that are drawn."""
+        if not sampling.greedy:
+            raise ValueError("Following is for greedy decoding: temperature must be 0")
         index = (position - self.prompt)[:, None] + jnp.arange(logits.shape[1])
         known = jnp.take(self.continuation, index, mode="clip")
         sure = jax.nn.one_hot(known, logits.shape[-1])

@@ -16,11 +16,18 @@ import jaxlib
 
 from carat_jax.memory import READ_BANDWIDTH
 
+SETTINGS = (  # of the environment, that change what is measured
+    "NCCL_ALGO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT",
+)
+
 
 def environment() -> dict[str, Any]:
     """Device, versions, date, (in a git checkout) the commit, and what is set for XLA and NCCL."""
     device = jax.devices()[0]
-    settings = ("XLA_FLAGS", "XLA_PYTHON_CLIENT_", "NCCL_")
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -29,7 +36,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(settings)},
+        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
     }
 
 

@@ -91,25 +91,29 @@ def find_tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def match(
-    tensors: Mapping[str, TensorInfo], recipes: Mapping[str, Recipe], prefix: str = ""
+    tensors: Mapping[str, TensorInfo], wanted: Mapping[str, Recipe], prefix: str = ""
 ) -> tuple[Plan, list[str]]:
-    """For each parameter its recipe and where its tensors lie; and everything that is wrong.
+    """Finds the tensors of every parameter.
 
     Args:
-      tensors: those of a checkpoint that are to be in the recipes, by full name.
-      recipes: by the parameter's path.
+      tensors: of a checkpoint, by full name; all are to be used.
+      wanted: recipes, by the parameter's path.
       prefix: what full names have before the recipes'.
+
+    Returns:
+      for each parameter its recipe and where its tensors lie, complete only if nothing is wrong;
+      a line for everything that is.
     """
     problems, expected = [], set()
     plan: Plan = {}
-    for path, recipe in recipes.items():
+    for path, recipe in wanted.items():
         for part in recipe.parts:
             name = prefix + part.name
             expected.add(name)
             info = tensors.get(name)
             if info is None:
                 problems.append(f"missing {name} {list(part.shape)}")
-            elif wrong := unlike(info, part.shape, tuple(DTYPES)):
+            elif wrong := mismatch(info, part.shape, tuple(DTYPES)):
                 problems.append(f"{name} {wrong}")
             else:
                 plan.setdefault(path, (recipe, []))[1].append(info)
@@ -117,8 +121,8 @@ def match(
     return plan, problems + [f"unexpected {name} {list(tensors[name].shape)}" for name in extra]
 
 
-def unlike(info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
-    """What a tensor has that it must not have, or None."""
+def mismatch(info: TensorInfo, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
+    """What is wrong with a tensor's shape or dtype; None if nothing is."""
     if info.shape != shape:
         return f"has shape {list(info.shape)}, the configuration gives {list(shape)}"
     if info.dtype not in dtypes:
@@ -166,13 +170,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _match(tensors: Mapping[str, TensorInfo], config: GemmaConfig, folder: Path) -> Plan:
     """`match` for a model's checkpoint, whichever prefix its names have; raises what is wrong."""
-    todo, skipped = recipes(config), unused(config)
+    todo = recipes(config)
     names = {part.name for recipe in todo.values() for part in recipe.parts}
     prefix = max(PREFIXES, key=lambda p: sum(p + name in tensors for name in names))
+    skipped = {prefix + name for name in unused(config)}
     taken = {
         name: info
         for name, info in tensors.items()
-        if name.removeprefix(prefix) not in skipped and not SKIPPED.fullmatch(name)
+        if name not in skipped and not SKIPPED.fullmatch(name)
     }
     plan, problems = match(taken, todo, prefix)
     if problems:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from carat_jax import sharding
 from carat_jax.checkpoint.errors import misfit
-from carat_jax.checkpoint.loading import find_tensors, match, unlike
+from carat_jax.checkpoint.loading import find_tensors, match, mismatch
 from carat_jax.checkpoint.mapping import Recipe, layer_recipes, single
 from carat_jax.checkpoint.reading import Plan, read
 from carat_jax.checkpoint.safetensors_file import TensorInfo, read_box
@@ -91,7 +91,7 @@ def _match(
     info, shape = tensors.get(TOKEN_ORDERING), (config.text.vocab_size,)
     if info is None:
         return plan, [*problems, f"missing {TOKEN_ORDERING} {list(shape)}"], None
-    if wrong := unlike(info, shape, ("I64",)):
+    if wrong := mismatch(info, shape, ("I64",)):
         return plan, [*problems, f"{TOKEN_ORDERING} {wrong}"], None
     ids = np.empty(shape, np.int64)
     read_box(info, shape, (0,), ids)
