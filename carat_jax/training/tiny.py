@@ -90,6 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
     run(corpus, options, given.out, config, tokenizer)
 
 
+SIZES = ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size")  # in the log
+
+
 def of_size(layers: int, hidden_size: int, intermediate_size: int) -> GemmaConfig:
     """The bundled model's configuration in another size; its layers end as those do.
 
@@ -123,7 +126,15 @@ def run(
 
     Returns:
       what `training_log.json` says.
+
+    Raises:
+      ValueError: a tokenizer with more ids.
     """
+    if tokenizer is not None and tokenizer.get_vocab_size() > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.get_vocab_size():,} ids, vocab_size is "
+            f"{config.vocab_size:,}: raise it"
+        )
     out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     if tokenizer is None:
@@ -149,7 +160,10 @@ def run(
     losses = np.asarray(window_losses(trained.params, config, held_out))
     log = {
         "corpus": corpus.describe() | {"training_tokens": int(stream.tokens.size)},
-        "model": {"parameters": num_params(config), "vocab_size": config.vocab_size},
+        "model": {
+            "parameters": num_params(config),
+            **{name: getattr(config, name) for name in SIZES},
+        },
         "options": dataclasses.asdict(options),
         **logs.environment(),
         **logs.timing(trained, options, time.perf_counter() - began),
@@ -221,10 +235,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--corpus", type=Path, default=standard_library(),
                         help="folder of .py files, like lib/python3.12")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="MODEL",
-                        help="whose to take, to be its drafter; None makes one")  # fmt: skip
+                        help="take this model's tokenizer and vocabulary, to be its drafter "
+                        "(default: train one)")  # fmt: skip
     parser.add_argument("--layers", type=int, default=CONFIG.num_hidden_layers,
                         help="the last and every sixth before it are global")  # fmt: skip
-    parser.add_argument("--hidden-size", type=int, default=CONFIG.hidden_size, help="its width")
+    parser.add_argument(
+        "--hidden-size", type=int, default=CONFIG.hidden_size, help="width of the residual"
+    )
     parser.add_argument("--intermediate-size", type=int, default=CONFIG.intermediate_size,
                         help="width of its MLPs")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=360.0, help="of training proper")
