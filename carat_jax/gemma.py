@@ -29,8 +29,8 @@ from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
 from carat_jax.params import num_params, param_bytes
 from carat_jax.speculative import (
+    NUM_PROPOSALS,
     Drafter,
-    Exact,
     Model,
     Ngram,
     NumProposals,
@@ -188,7 +188,7 @@ class Gemma:
         prompt: Prompt | Sequence[Prompt],
         *,
         drafter: Drafter | None = None,
-        num_proposals: NumProposals = 4,
+        num_proposals: NumProposals = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
@@ -219,11 +219,11 @@ class Gemma:
         Raises:
           ValueError: before anything is compiled: an empty prompt, ids out of the vocabulary,
             prompt + max_new_tokens beyond max_context, an option out of its range, a drafter of
-            another model, num_proposals beyond what drafter and rings allow, profile without a
-            drafter.
+            another model, num_proposals beyond what drafter and rings allow; num_proposals,
+            acceptance or profile without a drafter.
         """
         single = _is_single(prompt)
-        speculation = _speculation(drafter, num_proposals, acceptance, profile)
+        speculation = Speculation.of(drafter, num_proposals, acceptance, profile)
         run = self._prepare([prompt] if single else list(prompt), options, speculation)
         with run:
             for _ in run.advance(generate.DECODE_STEPS):
@@ -236,7 +236,7 @@ class Gemma:
         prompt: Prompt,
         *,
         drafter: Drafter | None = None,
-        num_proposals: NumProposals = 4,
+        num_proposals: NumProposals = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
@@ -249,7 +249,7 @@ class Gemma:
         """
         if not _is_single(prompt):
             raise ValueError("stream takes one prompt: use generate for a list")
-        speculation = _speculation(drafter, num_proposals, acceptance, profile)
+        speculation = Speculation.of(drafter, num_proposals, acceptance, profile)
         return Stream(self._stream(self._prepare([prompt], options, speculation)))
 
     def chat(
@@ -259,7 +259,7 @@ class Gemma:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         drafter: Drafter | None = None,
-        num_proposals: NumProposals = 4,
+        num_proposals: NumProposals = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
@@ -430,16 +430,6 @@ _forward = jax.jit(
     static_argnums=1,
     donate_argnums=3,
 )
-
-
-def _speculation(
-    drafter: Drafter | None, num_proposals: NumProposals, acceptance: Rule | None, profile: bool
-) -> Speculation | None:
-    if drafter is None:
-        if profile:
-            raise ValueError("profile = True is for a drafter: give one, or leave it out")
-        return None
-    return Speculation(drafter, num_proposals, acceptance or Exact(), profile)
 
 
 def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:

@@ -14,7 +14,7 @@ from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.scheduler import STEPS, Scheduler
 from carat_jax.gemma import Gemma, Prompt
 from carat_jax.generation import Generation
-from carat_jax.speculative import Drafter, Exact, Rule, Speculation
+from carat_jax.speculative import NUM_PROPOSALS, Drafter, Rule, Speculation
 
 
 class QueueFull(RuntimeError):
@@ -47,7 +47,7 @@ class Engine:
         slots: int = 8,
         max_context: int | None = None,
         drafter: Drafter | None = None,
-        num_proposals: int = 4,
+        num_proposals: int = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         prefill_chunk: int = 512,
         max_waiting: int = 1024,
@@ -79,9 +79,7 @@ class Engine:
                 raise ValueError(
                     f"{name} = {value!r}: it must be an integer from {least} to {most:,}"
                 )
-        speculation = None
-        if drafter is not None:
-            speculation = Speculation(drafter, num_proposals, acceptance or Exact())
+        speculation = Speculation.of(drafter, num_proposals, acceptance)
         self.gemma = gemma
         self.max_context = max_context
         self.max_waiting = max_waiting

@@ -6,6 +6,7 @@ from carat_jax.speculative.drafters.model import Model
 from carat_jax.speculative.drafters.ngram import Ngram
 from carat_jax.speculative.drafters.scripted import Scripted
 from carat_jax.speculative.loop import (
+    NUM_PROPOSALS,
     Counts,
     NumProposals,
     Speculation,
@@ -19,6 +20,7 @@ from carat_jax.speculative.loop import (
 from carat_jax.speculative.protocol import Drafter, Proposal, Target
 
 __all__ = [
+    "NUM_PROPOSALS",
     "Assistant",
     "Counts",
     "Drafter",

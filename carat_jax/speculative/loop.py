@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from carat_jax import generate, sampling
+from carat_jax import display, generate, sampling
 from carat_jax.attention import MAX_DECODE_TOKENS
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
@@ -23,6 +23,7 @@ from carat_jax.speculative.acceptance import Exact, Forced, Rule, Verdict, draft
 from carat_jax.speculative.protocol import Drafter, Proposal, Target
 
 NumProposals = int | Literal["auto"]
+NUM_PROPOSALS = 4  # where nothing else is asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,35 @@ class Speculation:
     """
 
     drafter: Drafter
-    num_proposals: NumProposals = 4
+    num_proposals: NumProposals = NUM_PROPOSALS
     rule: Rule = dataclasses.field(default_factory=Exact)
     profile: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        drafter: Drafter | None,
+        num_proposals: NumProposals,
+        acceptance: Rule | None,
+        profile: bool = False,
+    ) -> "Speculation | None":
+        """From the arguments that calls have for it: None without a drafter.
+
+        Raises:
+          ValueError: no drafter, and another argument that is not at its default.
+        """
+        if drafter is not None:
+            return cls(
+                drafter, num_proposals, Exact() if acceptance is None else acceptance, profile
+            )
+        for name, value, default in (
+            ("num_proposals", num_proposals, NUM_PROPOSALS),
+            ("acceptance", acceptance, None),
+            ("profile", profile, False),
+        ):
+            if value != default:
+                raise ValueError(f"{name} = {value!r} is for a drafter: give one, or leave it out")
+        return None
 
 
 class Counts(struct.PyTreeNode):
@@ -78,13 +105,24 @@ def check_speculation(speculation: Speculation, state: KVState, config: GemmaCon
       state: of the target, or its shapes.
 
     Raises:
-      ValueError: the K asked for is none or larger; or the drafter is no drafter.
+      ValueError: the K asked for is none or larger; the drafter is no drafter, or does not
+        propose; or the rule is no rule.
     """
     drafter, K = speculation.drafter, speculation.num_proposals
     if not isinstance(drafter, Drafter):
         raise ValueError(
             f"drafter is a {type(drafter).__name__}: give what `load_drafter` returns, or a "
             "`speculative.Drafter` of your own"
+        )
+    if type(drafter).propose is Drafter.propose:
+        raise ValueError(
+            f"{type(drafter).__name__} has no `propose`: a drafter must define it, see "
+            "`speculative.Drafter`"
+        )
+    if not isinstance(speculation.rule, Rule):
+        raise ValueError(
+            f"acceptance = {speculation.rule!r}: give a rule, `speculative.Exact()` or "
+            "`speculative.Typical(…)`"
         )
     slack = max_decode_tokens(state, config)
     most = min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if slack is None else slack) - 1
@@ -283,10 +321,30 @@ def _propose(
     keys = drafting_keys(decode.controls.sampling, decode.kv.length)
     # A drafter may fill a cache while it proposes. So it proposes once even where nothing is
     # wanted: what its state does not need of that, the compiler drops.
-    proposal, drafted = drafter.propose(state.drafter, target, max(K, 1), keys)
+    made = drafter.propose(state.drafter, target, max(K, 1), keys)
+    proposal, drafted = _checked(made, type(drafter).__name__, decode.token.shape[0], max(K, 1))
     if not K:
         proposal = Proposal(jnp.zeros((decode.token.shape[0], 0), jnp.int32))
     return proposal, drafted
+
+
+def _checked(made: Any, drafter: str, B: int, K: int) -> tuple[Proposal, Any]:
+    """What the `propose` of a drafter of this name returned, if the loop can take it."""
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
+        parts = [type(part).__name__ for part in made] if isinstance(made, tuple) else None
+        came = f"({', '.join(parts)})" if parts is not None else type(made).__name__
+        raise ValueError(
+            f"{drafter}.propose returned {came}: it must return (Proposal, the drafter's state)"
+        )
+    tokens = made[0].tokens
+    shape, dtype = getattr(tokens, "shape", None), getattr(tokens, "dtype", None)
+    if shape != (B, K) or not jnp.issubdtype(dtype, jnp.integer):
+        came = type(tokens).__name__ if dtype is None else display.array(tokens)
+        raise ValueError(
+            f"{drafter}.propose gave {came} as tokens: asked for num_proposals = {K} in {B} rows, "
+            f"it must give int32[{B}, {K}]"
+        )
+    return made
 
 
 def _cut(

@@ -82,8 +82,11 @@ class Drafter(struct.PyTreeNode):
             were proposed and rejected are gone.
           num_proposals: K, static.
           keys: PRNG keys [B], fresh in every round, for drafters that draw.
+
+        Returns:
+          Proposal of exactly K tokens a row, and the state after it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `propose`")
 
     def observe(self, state: Any, tokens: jax.Array, new: jax.Array) -> Any:
         """Reads what was emitted: the first token after the prompt, then each round's.

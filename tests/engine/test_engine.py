@@ -264,6 +264,8 @@ def test_a_single_prompt_for_generate_is_refused(engine):
         ({"max_waiting": True}, "max_waiting = True"),
         ({"drafter": Ngram(), "num_proposals": 99}, "num_proposals = 99"),
         ({"drafter": Ngram(), "num_proposals": "auto"}, "give a number"),
+        ({"drafter": Ngram(), "acceptance": "typical"}, "acceptance = 'typical': give a rule"),
+        ({"num_proposals": 3}, "num_proposals = 3 is for a drafter"),
         ({"drafter": Model(scripted_model.weights([]), scripted_model.CONFIG)}, "vocab_size"),
     ],
 )
