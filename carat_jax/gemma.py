@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from carat_jax import (
@@ -28,6 +27,7 @@ from carat_jax.kv_state import init_state, state_bytes
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
 from carat_jax.params import num_params, param_bytes
+from carat_jax.prompts import Prompt, checked_ids, is_single
 from carat_jax.speculative import (
     NUM_PROPOSALS,
     Drafter,
@@ -40,8 +40,6 @@ from carat_jax.speculative import (
 from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
 from carat_jax.speculative.drafters.model import check_vocabulary
 from carat_jax.tokenizer import StopStrings, Tokenizer
-
-Prompt = str | Sequence[int]
 
 LOGITS_CHUNKS = (64, 256)  # small, since each position has V float32 logits
 
@@ -222,7 +220,7 @@ class Gemma:
             another model, num_proposals beyond what drafter and rings allow; num_proposals,
             acceptance or profile without a drafter.
         """
-        single = _is_single(prompt)
+        single = is_single(prompt)
         speculation = Speculation.of(drafter, num_proposals, acceptance, profile)
         run = self._prepare([prompt] if single else list(prompt), options, speculation)
         with run:
@@ -243,11 +241,12 @@ class Gemma:
     ) -> Stream:
         """Continues one prompt, giving text as it comes; the last piece has the whole.
 
-        The state is freed when the iterator ends, is closed, or is left by an exception.
+        The state is freed when the iterator ends, is closed, or is garbage collected: if nothing
+        but a loop holds it, as soon as the loop is left. One that a variable holds needs `close`.
         Arguments and errors as in `generate`, raised by this call, not by the first `next`. As the
         value of a notebook's cell the stream prints itself live.
         """
-        if not _is_single(prompt):
+        if not is_single(prompt):
             raise ValueError("stream takes one prompt: use generate for a list")
         speculation = Speculation.of(drafter, num_proposals, acceptance, profile)
         return Stream(self._stream(self._prepare([prompt], options, speculation)))
@@ -267,7 +266,8 @@ class Gemma:
         """Answers a conversation; `thinking` of the result is apart from `text`.
 
         Args:
-          messages: {"role": "system" | "user" | "assistant", "content": str}, …, user last.
+          messages: {"role": "system" | "user" | "assistant", "content": str}, …; the last
+            is to be answered, so it is not the assistant's.
           thinking: let the model think first.
           tools: JSON schemas of tools it may call; a call shows in
             `text` as `call:name{…}`, and is not parsed.
@@ -295,9 +295,19 @@ class Gemma:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The ids that `chat` feeds to the model, ready for `generate` or `stream`."""
+        """The ids that `chat` feeds to the model, ready for `generate` or `stream`.
+
+        Raises:
+          ValueError: as `chat`.
+        """
         tokenizer = self._need_tokenizer("chat")
-        return tokenizer.encode(self.chat_format.render(messages, thinking=thinking, tools=tools))
+        prompt = self.chat_format.render(messages, thinking=thinking, tools=tools)
+        if messages[-1]["role"] in ("assistant", "model"):
+            raise ValueError(
+                f"the last message has role {messages[-1]['role']!r}: the model answers a user or "
+                "tool message, it does not go on with an answer; add the next user message"
+            )
+        return tokenizer.encode(prompt)
 
     def chat_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """`options`, with the end of a turn among the stop ids unless they are given."""
@@ -323,7 +333,7 @@ class Gemma:
         Raises:
           ValueError: as `generate`, for a prompt beyond max_context.
         """
-        if not _is_single(prompt):
+        if not is_single(prompt):
             raise ValueError("logits takes one prompt: call it once for each")
         ids = self._ids(prompt)
         if len(ids) > self.max_context:
@@ -372,9 +382,13 @@ class Gemma:
         rows = [self._ids(prompt) for prompt in prompts]
         longest = max(map(len, rows))
         if longest + options.max_new_tokens > limit:
+            room = limit - longest
+            ways = [f"max_new_tokens of at most {room:,}"] * (room > 0) + ["a shorter prompt"]
+            ways += ["a larger max_context"] * (limit < self.config.max_position_embeddings)
+            default = "" if "max_new_tokens" in given else " (the default of max_new_tokens)"
             raise ValueError(
-                f"prompt {longest:,} + {options.max_new_tokens:,} new tokens exceeds max_context "
-                f"{limit:,}: raise max_context or shorten"
+                f"prompt {longest:,} + {options.max_new_tokens:,} new tokens{default} exceeds "
+                f"max_context {limit:,}: give {' or '.join(ways)}"
             )
         return rows, options
 
@@ -404,17 +418,7 @@ class Gemma:
             if not prompt:
                 raise ValueError("empty prompt: give text, or the ids [bos] to start from nothing")
             return tokenizer.encode(prompt)
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ValueError(
-                f"empty prompt or nested ids (shape {ids.shape}): give at least one id"
-            )
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt ids are {ids.dtype}: they must be integers")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise ValueError(f"prompt id {wrong}: ids go from 0 to {self.config.vocab_size - 1}")
-        return ids.tolist()
+        return checked_ids(prompt, self.config.vocab_size)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -430,18 +434,6 @@ _forward = jax.jit(
     static_argnums=1,
     donate_argnums=3,
 )
-
-
-def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """A string or flat ids, as against a list of prompts."""
-    if isinstance(prompt, str):
-        return True
-    if hasattr(prompt, "ndim"):
-        return prompt.ndim < 2
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"prompt is a {type(prompt).__name__}: give a string, ids, or a list")
-    first = prompt[0] if len(prompt) else None
-    return not (isinstance(first, str | Sequence) or getattr(first, "ndim", 0))
 
 
 def _until_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -199,7 +199,7 @@ def test_damaged_weights_are_told(capsys, folder, monkeypatch):
         (["a", "--max-new-tokens", "0"], "max_new_tokens = 0"),
         (["a", "--max-new-tokens", "-3"], "max_new_tokens = -3"),
         (["a", "--max-new-tokens", "511"], "prompt 2 + 511 new tokens exceeds max_context 512"),
-        (["a", "--max-context", "9"], "prompt 2 + 256 new tokens exceeds max_context 9"),
+        (["a", "--max-context", "9"], "exceeds max_context 9: give max_new_tokens of at most 7"),
         (["a", "--max-context", "0"], "max_context = 0: it must be an integer from 1 to"),
         (["a", "--max-context", "513"], "max_position_embeddings 512"),
         (["a", "--temperature", "nan"], "temperature = nan"),

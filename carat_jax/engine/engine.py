@@ -12,8 +12,9 @@ from carat_jax.batch_run import Row
 from carat_jax.engine.prefix import Past
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.scheduler import STEPS, Scheduler
-from carat_jax.gemma import Gemma, Prompt
+from carat_jax.gemma import Gemma
 from carat_jax.generation import Generation
+from carat_jax.prompts import Prompt
 from carat_jax.speculative import NUM_PROPOSALS, Drafter, Rule, Speculation
 
 
@@ -224,7 +225,7 @@ class Engine:
         options: Mapping[str, Any],
     ) -> Request:
         gemma = self.gemma
-        chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
+        chat = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
         if chat:
             prompt = gemma.chat_prompt(prompt, thinking=thinking, tools=tools)
             options = gemma.chat_options(options)
