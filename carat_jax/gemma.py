@@ -114,8 +114,13 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
     Raises:
       FileNotFoundError: no such folder or id.
       ConfigError, CheckpointError, ValueError: a file that cannot be used, or a drafter that
-        does not fit the model; the message names both fields.
+        does not fit the model (the message names both fields); arguments in the other order.
     """
+    if not isinstance(gemma, Gemma):
+        raise ValueError(
+            f"gemma is a {type(gemma).__name__}: give the drafter's name first, then the model "
+            "that `load` returned"
+        )
     if source == "ngram":
         return Ngram()
     try:

@@ -6,6 +6,7 @@ through one incremental UTF-8 decoder, so that streaming and decoding at once ca
 
 import codecs
 import operator
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ class Tokenizer:
           FileNotFoundError: there is no such file.
           ValueError: too large, not a tokenizer, or not one of Gemma's structure.
         """
-        path = Path(path)
+        path = Path(os.path.expanduser(path))
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a tokenizer.json is expected")
         if (size := path.stat().st_size) > _MAX_FILE_BYTES:

@@ -293,6 +293,12 @@ def test_a_model_that_is_nowhere(capsys, command, name):
     assert "give 'tiny' (bundled), a folder" in fails_in_one_line(capsys, *command, name)
 
 
+def test_a_size_is_no_model(capsys):
+    told = fails_in_one_line(capsys, "generate", "a", "--model", "31b")
+    assert "a preset, which has no weights" in told and "google/gemma-4-31B-it" in told
+    assert ", or a size: e2b, e4b, 12b, 26b-a4b, 31b" in fails_in_one_line(capsys, "info", "7b")
+
+
 def test_ctrl_c(capsys, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -191,6 +191,8 @@ def test_drafters_of_another_model_are_refused_by_both_fields(small_gemma, gemma
         carat.load_drafter(FIXTURES / "drafter_e2b", small_gemma)
     with pytest.raises(carat.ConfigError, match=r"vocab_size 4,096 .* vocab_size 256"):
         carat.load_drafter(BUNDLED, small_gemma, progress=False)
+    with pytest.raises(ValueError, match="gemma is a str: give the drafter's name first"):
+        carat.load_drafter(gemma, "tiny")
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
         carat.load_drafter("no-such-folder", gemma)
 
