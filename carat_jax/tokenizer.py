@@ -60,6 +60,12 @@ class Tokenizer:
         self.eos_id = self.token_id("<eos>")
         self.pad_id = self.token_id("<pad>")
 
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({self.vocab_size:,} ids, bos_id {self.bos_id}, eos_id {self.eos_id}, "
+            f"pad_id {self.pad_id})"
+        )
+
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
         """Reads a `tokenizer.json`.

@@ -102,6 +102,15 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="carat-engine", daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        scheduler = self._scheduler
+        waiting = len(self._inbox) + len(scheduler.waiting)
+        end = ", failed" if self._error is not None else ", closed" if self._closing else ""
+        return (
+            f"Engine({scheduler.slots} slots, {len(scheduler.rows.live)} live, {waiting} waiting, "
+            f"max_context {self.max_context:,}{end})"
+        )
+
     def __enter__(self) -> Self:
         return self
 

@@ -4,11 +4,13 @@ A drafter guesses the next K tokens; the target model checks them all in one pas
 speed, never the output (`acceptance.py` says which rules keep that).
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
 from flax import struct
 
+from carat_jax import display
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState
 from carat_jax.model import Params
@@ -53,6 +55,20 @@ class Drafter(struct.PyTreeNode):
     """
 
     max_proposals: ClassVar[int] = 15
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**{"repr": False} | kwargs)  # that of a dataclass shows arrays
+
+    def __repr__(self) -> str:
+        """The class, sizes of what it holds and plain settings; a configuration is left out."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("pytree_node", True):
+                shown.append(f"{field.name}={display.held(value)}")
+            elif isinstance(value, bool | int | float | str | None):
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def init(self, config: GemmaConfig, batch: int, max_context: int) -> Any:
         """The state before a batch of prompts, a pytree (None = stateless).
