@@ -4,69 +4,20 @@ Rolling back is lowering `length`: a ring has slots to spare for the proposals, 
 have overwritten nothing that is still needed.
 """
 
-import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from carat_jax import display, generate, sampling
-from carat_jax.attention import MAX_DECODE_TOKENS
+from carat_jax import generate, sampling
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
-from carat_jax.kv_state import KVState, max_decode_tokens
 from carat_jax.model import Params, head, hidden_states
-from carat_jax.speculative.acceptance import Exact, Forced, Rule, Verdict, drafting_keys
-from carat_jax.speculative.protocol import Drafter, Proposal, Target
-
-NumProposals = int | Literal["auto"]
-NUM_PROPOSALS = 4  # where nothing else is asked for
-
-
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-    """How a generation is to speculate.
-
-    Attributes:
-      drafter: what proposes.
-      num_proposals: K, tokens proposed in a round; "auto" = as many as pay (see `auto.Auto`).
-      rule: which of them stand.
-      profile: time drafting and verifying apart (see `Stats`); drafting is done twice for that.
-    """
-
-    drafter: Drafter
-    num_proposals: NumProposals = NUM_PROPOSALS
-    rule: Rule = dataclasses.field(default_factory=Exact)
-    profile: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        drafter: Drafter | None,
-        num_proposals: NumProposals,
-        acceptance: Rule | None,
-        profile: bool = False,
-    ) -> "Speculation | None":
-        """From the arguments that calls have for it: None without a drafter.
-
-        Raises:
-          ValueError: no drafter, and another argument that is not at its default.
-        """
-        if drafter is not None:
-            return cls(
-                drafter, num_proposals, Exact() if acceptance is None else acceptance, profile
-            )
-        for name, value, default in (
-            ("num_proposals", num_proposals, NUM_PROPOSALS),
-            ("acceptance", acceptance, None),
-            ("profile", profile, False),
-        ):
-            if value != default:
-                raise ValueError(f"{name} = {value!r} is for a drafter: give one, or leave it out")
-        return None
+from carat_jax.speculative.acceptance import Rule, Verdict, drafting_keys
+from carat_jax.speculative.protocol import Drafter, Proposal, Target, proposed
 
 
 class Counts(struct.PyTreeNode):
@@ -96,49 +47,6 @@ class SpeculativeState(struct.PyTreeNode):
     decode: DecodeState
     hidden: jax.Array
     drafter: Any
-
-
-def check_speculation(speculation: Speculation, state: KVState, config: GemmaConfig) -> int:
-    """The largest K of which the proposals and the token before them fit one step.
-
-    Args:
-      state: of the target, or its shapes.
-
-    Raises:
-      ValueError: the K asked for is none or larger; the drafter is no drafter, or does not
-        propose; or the rule is no rule.
-    """
-    drafter, K = speculation.drafter, speculation.num_proposals
-    if not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter is a {type(drafter).__name__}: give what `load_drafter` returns, or a "
-            "`speculative.Drafter` of your own"
-        )
-    if type(drafter).propose is Drafter.propose:
-        raise ValueError(
-            f"{type(drafter).__name__} has no `propose`: a drafter must define it, see "
-            "`speculative.Drafter`"
-        )
-    if not isinstance(speculation.rule, Rule):
-        raise ValueError(
-            f"acceptance = {speculation.rule!r}: give a rule, `speculative.Exact()` or "
-            "`speculative.Typical(…)`"
-        )
-    slack = max_decode_tokens(state, config)
-    most = min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if slack is None else slack) - 1
-    most = min(most, drafter.max_proposals)
-    if K == "auto":
-        if isinstance(speculation.rule, Forced):
-            raise ValueError(
-                "num_proposals = 'auto': Forced has probabilities for one number of proposals "
-                f"only: give {speculation.rule.probabilities.shape[0]}"
-            )
-    elif isinstance(K, bool) or not isinstance(K, int) or not 1 <= K <= most:
-        raise ValueError(
-            f"num_proposals = {K!r}: {type(drafter).__name__} and the slack of the rings allow "
-            f"1 to {most}, or 'auto'"
-        )
-    return most
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -185,8 +93,8 @@ def speculate(
       state: donated.
       rounds: int32, at most size / (num_proposals + 1); traced.
       stopped: bool [B], rows that the caller ends now.
-      num_proposals: K, static; see `check_speculation`. 0 is plain decoding, through which the
-        drafter is kept informed.
+      num_proposals: K, static; see `speculation.check_speculation`. 0 is plain decoding,
+        through which the drafter is kept informed.
       size: static, columns of the result.
 
     Returns:
@@ -321,30 +229,10 @@ def _propose(
     keys = drafting_keys(decode.controls.sampling, decode.kv.length)
     # A drafter may fill a cache while it proposes. So it proposes once even where nothing is
     # wanted: what its state does not need of that, the compiler drops.
-    made = drafter.propose(state.drafter, target, max(K, 1), keys)
-    proposal, drafted = _checked(made, type(drafter).__name__, decode.token.shape[0], max(K, 1))
+    proposal, drafted = proposed(drafter, state.drafter, target, max(K, 1), keys)
     if not K:
         proposal = Proposal(jnp.zeros((decode.token.shape[0], 0), jnp.int32))
     return proposal, drafted
-
-
-def _checked(made: Any, drafter: str, B: int, K: int) -> tuple[Proposal, Any]:
-    """What the `propose` of a drafter of this name returned, if the loop can take it."""
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
-        parts = [type(part).__name__ for part in made] if isinstance(made, tuple) else None
-        came = f"({', '.join(parts)})" if parts is not None else type(made).__name__
-        raise ValueError(
-            f"{drafter}.propose returned {came}: it must return (Proposal, the drafter's state)"
-        )
-    tokens = made[0].tokens
-    shape, dtype = getattr(tokens, "shape", None), getattr(tokens, "dtype", None)
-    if shape != (B, K) or not jnp.issubdtype(dtype, jnp.integer):
-        came = type(tokens).__name__ if dtype is None else display.array(tokens)
-        raise ValueError(
-            f"{drafter}.propose gave {came} as tokens: asked for num_proposals = {K} in {B} rows, "
-            f"it must give int32[{B}, {K}]"
-        )
-    return made
 
 
 def _cut(

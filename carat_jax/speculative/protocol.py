@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from carat_jax import display
@@ -114,3 +115,30 @@ class Drafter(struct.PyTreeNode):
         """
         del tokens, new
         return state
+
+
+def proposed(
+    drafter: Drafter, state: Any, target: Target, num_proposals: int, keys: jax.Array
+) -> tuple[Proposal, Any]:
+    """What `drafter.propose` returns for these arguments.
+
+    Raises:
+      ValueError: it is anything but a Proposal of so many tokens, and a state.
+    """
+    made, name = drafter.propose(state, target, num_proposals, keys), type(drafter).__name__
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
+        came = type(made).__name__
+        if isinstance(made, tuple):
+            came = f"({', '.join(type(part).__name__ for part in made)})"
+        raise ValueError(
+            f"{name}.propose returned {came}: it must return (Proposal, the drafter's state)"
+        )
+    tokens, (B,), K = made[0].tokens, target.token.shape, num_proposals
+    dtype = getattr(tokens, "dtype", None)
+    if dtype is None or tokens.shape != (B, K) or not jnp.issubdtype(dtype, jnp.integer):
+        came = type(tokens).__name__ if dtype is None else display.array(tokens)
+        raise ValueError(
+            f"{name}.propose gave {came} as tokens: asked for num_proposals = {K} in {B} rows, "
+            f"it must give int32[{B}, {K}]"
+        )
+    return made
