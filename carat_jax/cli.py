@@ -333,7 +333,11 @@ def _info(args: argparse.Namespace) -> None:
     if args.model.lower() in PRESETS:
         config = GemmaConfig.preset(args.model)
     else:
-        config = GemmaConfig.from_json(checkpoint.resolve(args.model, weights=False))
+        try:
+            folder = checkpoint.resolve(args.model, weights=False)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}, or a size: {', '.join(PRESETS)}") from None
+        config = GemmaConfig.from_json(folder)
     mesh = sharding.planned(args.devices)
     device = jax.devices()[0]
     bandwidth = memory.READ_BANDWIDTH.get(device.device_kind)

@@ -7,6 +7,7 @@ which there is no model must be there.
 """
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def read(path: str | Path) -> dict[str, Any]:
       FileNotFoundError: no such file.
       ConfigError: not a JSON object.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():

@@ -92,6 +92,15 @@ def array(x: Any) -> str:
     return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
 
 
+def held(tree: Any) -> str:
+    """What lies in a pytree, in short: one array as `array`, several as "26 arrays, 442 kB"."""
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape") and hasattr(x, "dtype")]
+    if len(leaves) < 2:
+        return array(leaves[0] if leaves else tree)
+    count = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    return f"{len(leaves)} arrays, {size(count)}"
+
+
 def values(x: Any) -> list | None:
     """The numbers of an array; None where there are none: a tracer, a shape, a donated array."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

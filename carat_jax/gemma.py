@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from carat_jax import (
@@ -28,9 +27,10 @@ from carat_jax.kv_state import init_state, state_bytes
 from carat_jax.model import Params, forward
 from carat_jax.options import GenerateOptions
 from carat_jax.params import num_params, param_bytes
+from carat_jax.prompts import Prompt, checked_ids, is_single
 from carat_jax.speculative import (
+    NUM_PROPOSALS,
     Drafter,
-    Exact,
     Model,
     Ngram,
     NumProposals,
@@ -40,8 +40,6 @@ from carat_jax.speculative import (
 from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
 from carat_jax.speculative.drafters.model import check_vocabulary
 from carat_jax.tokenizer import StopStrings, Tokenizer
-
-Prompt = str | Sequence[int]
 
 LOGITS_CHUNKS = (64, 256)  # small, since each position has V float32 logits
 
@@ -116,8 +114,13 @@ def load_drafter(source: str | Path, gemma: "Gemma", *, progress: bool = True) -
     Raises:
       FileNotFoundError: no such folder or id.
       ConfigError, CheckpointError, ValueError: a file that cannot be used, or a drafter that
-        does not fit the model; the message names both fields.
+        does not fit the model (the message names both fields); arguments in the other order.
     """
+    if not isinstance(gemma, Gemma):
+        raise ValueError(
+            f"gemma is a {type(gemma).__name__}: give the drafter's name first, then the model "
+            "that `load` returned"
+        )
     if source == "ngram":
         return Ngram()
     try:
@@ -188,7 +191,7 @@ class Gemma:
         prompt: Prompt | Sequence[Prompt],
         *,
         drafter: Drafter | None = None,
-        num_proposals: NumProposals = 4,
+        num_proposals: NumProposals = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
@@ -219,11 +222,11 @@ class Gemma:
         Raises:
           ValueError: before anything is compiled: an empty prompt, ids out of the vocabulary,
             prompt + max_new_tokens beyond max_context, an option out of its range, a drafter of
-            another model, num_proposals beyond what drafter and rings allow, profile without a
-            drafter.
+            another model, num_proposals beyond what drafter and rings allow; num_proposals,
+            acceptance or profile without a drafter.
         """
-        single = _is_single(prompt)
-        speculation = _speculation(drafter, num_proposals, acceptance, profile)
+        single = is_single(prompt)
+        speculation = Speculation.of(drafter, num_proposals, acceptance, profile)
         run = self._prepare([prompt] if single else list(prompt), options, speculation)
         with run:
             for _ in run.advance(generate.DECODE_STEPS):
@@ -236,20 +239,21 @@ class Gemma:
         prompt: Prompt,
         *,
         drafter: Drafter | None = None,
-        num_proposals: NumProposals = 4,
+        num_proposals: NumProposals = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
     ) -> Stream:
         """Continues one prompt, giving text as it comes; the last piece has the whole.
 
-        The state is freed when the iterator ends, is closed, or is left by an exception.
+        The state is freed when the iterator ends, is closed, or is garbage collected: if nothing
+        but a loop holds it, as soon as the loop is left. One that a variable holds needs `close`.
         Arguments and errors as in `generate`, raised by this call, not by the first `next`. As the
         value of a notebook's cell the stream prints itself live.
         """
-        if not _is_single(prompt):
+        if not is_single(prompt):
             raise ValueError("stream takes one prompt: use generate for a list")
-        speculation = _speculation(drafter, num_proposals, acceptance, profile)
+        speculation = Speculation.of(drafter, num_proposals, acceptance, profile)
         return Stream(self._stream(self._prepare([prompt], options, speculation)))
 
     def chat(
@@ -259,7 +263,7 @@ class Gemma:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         drafter: Drafter | None = None,
-        num_proposals: NumProposals = 4,
+        num_proposals: NumProposals = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         profile: bool = False,
         **options: Any,
@@ -267,7 +271,8 @@ class Gemma:
         """Answers a conversation; `thinking` of the result is apart from `text`.
 
         Args:
-          messages: {"role": "system" | "user" | "assistant", "content": str}, …, user last.
+          messages: {"role": "system" | "user" | "assistant", "content": str}, …; the last
+            is to be answered, so it is not the assistant's.
           thinking: let the model think first.
           tools: JSON schemas of tools it may call; a call shows in
             `text` as `call:name{…}`, and is not parsed.
@@ -295,9 +300,19 @@ class Gemma:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The ids that `chat` feeds to the model, ready for `generate` or `stream`."""
+        """The ids that `chat` feeds to the model, ready for `generate` or `stream`.
+
+        Raises:
+          ValueError: as `chat`.
+        """
         tokenizer = self._need_tokenizer("chat")
-        return tokenizer.encode(self.chat_format.render(messages, thinking=thinking, tools=tools))
+        prompt = self.chat_format.render(messages, thinking=thinking, tools=tools)
+        if messages[-1]["role"] in ("assistant", "model"):
+            raise ValueError(
+                f"the last message has role {messages[-1]['role']!r}: the model answers a user or "
+                "tool message, it does not go on with an answer; add the next user message"
+            )
+        return tokenizer.encode(prompt)
 
     def chat_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """`options`, with the end of a turn among the stop ids unless they are given."""
@@ -323,7 +338,7 @@ class Gemma:
         Raises:
           ValueError: as `generate`, for a prompt beyond max_context.
         """
-        if not _is_single(prompt):
+        if not is_single(prompt):
             raise ValueError("logits takes one prompt: call it once for each")
         ids = self._ids(prompt)
         if len(ids) > self.max_context:
@@ -372,9 +387,13 @@ class Gemma:
         rows = [self._ids(prompt) for prompt in prompts]
         longest = max(map(len, rows))
         if longest + options.max_new_tokens > limit:
+            room = limit - longest
+            ways = [f"max_new_tokens of at most {room:,}"] * (room > 0) + ["a shorter prompt"]
+            ways += ["a larger max_context"] * (limit < self.config.max_position_embeddings)
+            default = "" if "max_new_tokens" in given else " (the default of max_new_tokens)"
             raise ValueError(
-                f"prompt {longest:,} + {options.max_new_tokens:,} new tokens exceeds max_context "
-                f"{limit:,}: raise max_context or shorten"
+                f"prompt {longest:,} + {options.max_new_tokens:,} new tokens{default} exceeds "
+                f"max_context {limit:,}: give {' or '.join(ways)}"
             )
         return rows, options
 
@@ -404,17 +423,7 @@ class Gemma:
             if not prompt:
                 raise ValueError("empty prompt: give text, or the ids [bos] to start from nothing")
             return tokenizer.encode(prompt)
-        ids = np.asarray(prompt)
-        if ids.ndim != 1 or ids.size == 0:
-            raise ValueError(
-                f"empty prompt or nested ids (shape {ids.shape}): give at least one id"
-            )
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"prompt ids are {ids.dtype}: they must be integers")
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
-            wrong = ids[(ids < 0) | (ids >= self.config.vocab_size)][0]
-            raise ValueError(f"prompt id {wrong}: ids go from 0 to {self.config.vocab_size - 1}")
-        return ids.tolist()
+        return checked_ids(prompt, self.config.vocab_size)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -430,28 +439,6 @@ _forward = jax.jit(
     static_argnums=1,
     donate_argnums=3,
 )
-
-
-def _speculation(
-    drafter: Drafter | None, num_proposals: NumProposals, acceptance: Rule | None, profile: bool
-) -> Speculation | None:
-    if drafter is None:
-        if profile:
-            raise ValueError("profile = True is for a drafter: give one, or leave it out")
-        return None
-    return Speculation(drafter, num_proposals, acceptance or Exact(), profile)
-
-
-def _is_single(prompt: Prompt | Sequence[Prompt]) -> bool:
-    """A string or flat ids, as against a list of prompts."""
-    if isinstance(prompt, str):
-        return True
-    if hasattr(prompt, "ndim"):
-        return prompt.ndim < 2
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"prompt is a {type(prompt).__name__}: give a string, ids, or a list")
-    first = prompt[0] if len(prompt) else None
-    return not (isinstance(first, str | Sequence) or getattr(first, "ndim", 0))
 
 
 def _until_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """What a generation returns to Python."""
 
 import dataclasses
+import inspect
 import reprlib
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -138,9 +139,17 @@ class Stream(Iterator[Piece]):
 
     def __init__(self, pieces: Generator[Piece]) -> None:
         self._pieces = pieces
+        self._tokens = 0
+
+    def __repr__(self) -> str:
+        state = inspect.getgeneratorstate(self._pieces)
+        known = {inspect.GEN_CREATED: "not started", inspect.GEN_CLOSED: "ended"}
+        return f"Stream({known.get(state, 'under way')}, {self._tokens} tokens)"
 
     def __next__(self) -> Piece:
-        return next(self._pieces)
+        piece = next(self._pieces)
+        self._tokens += len(piece.tokens)
+        return piece
 
     def close(self) -> None:
         """Ends the generation and frees its state."""

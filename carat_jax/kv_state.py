@@ -119,6 +119,8 @@ def abstract_state(
     mesh: AnyMesh | None = None,
 ) -> KVState:
     """`init_state` as shapes, dtypes and shardings; nothing is allocated. Raises as it does."""
+    if not isinstance(config, GemmaConfig):
+        raise ValueError(f"config is a {type(config).__name__}: give a GemmaConfig, `gemma.config`")
     if batch < 1 or max_context < 1 or slack < 0:
         raise ValueError(
             f"batch {batch} and max_context {max_context} must be at least 1, "
@@ -183,7 +185,7 @@ def init_state(
         There, layers with fewer KV heads than `model` devices have each of them several times.
 
     Raises:
-      ValueError: batch or max_context below 1, negative slack.
+      ValueError: no configuration, batch or max_context below 1, negative slack.
       ConfigError: max_context beyond the model's max_position_embeddings.
     """
     shapes = abstract_state(config, batch, max_context, slack=slack, mesh=mesh)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from carat_jax import kv_state, rope, sharding
+from carat_jax import display, kv_state, rope, sharding
 from carat_jax.attention import Attention, Keys, Step
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.feed_forward import MLP, Experts
@@ -252,7 +252,11 @@ def hidden_states(
       state: the past, or None: the tokens are all there is, and nothing is stored.
       new: int32 [B], how many of the T tokens of a row are real; None = all.
       implementation: of the attention ops.
+
+    Raises:
+      ValueError: tokens that are not integer [B, T], or a state or new of another B.
     """
+    _check_tokens(tokens)
 
     def run(params, tokens, state, new):
         step = Step.of(config, state, tokens, new, implementation)
@@ -281,6 +285,17 @@ def embed(params: Params, config: GemmaConfig, tokens: jax.Array) -> jax.Array:
 def head(params: Params, config: GemmaConfig, hidden: jax.Array) -> jax.Array:
     """Logits float32 [..., V] after the soft cap, from hidden [..., D]."""
     return _by_row(params, config, "logits", hidden)
+
+
+def _check_tokens(tokens: jax.Array) -> None:
+    if not hasattr(tokens, "dtype"):
+        raise ValueError(
+            f"tokens is a {type(tokens).__name__}: give an integer array [B, T], one sequence as "
+            "`jnp.asarray(ids)[None]`"
+        )
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        way = ", one sequence as tokens[None]" * (tokens.ndim == 1)
+        raise ValueError(f"tokens {display.array(tokens)} must be integer [B, T]{way}")
 
 
 def _by_row(params: Params, config: GemmaConfig, method: str, x: jax.Array) -> jax.Array:
@@ -327,6 +342,9 @@ def forward(
         state.length + T within its max_context: later positions are not stored.
       new: int32 [B], how many of the T tokens of each row are real (right padding); None = all.
       implementation: of the attention ops, by name; None = the best.
+
+    Raises:
+      ValueError: tokens that are not integer [B, T], or a state or new of another B.
     """
     hidden, state = hidden_states(
         params, config, tokens, state, new=new, implementation=implementation

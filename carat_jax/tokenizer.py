@@ -6,6 +6,7 @@ through one incremental UTF-8 decoder, so that streaming and decoding at once ca
 
 import codecs
 import operator
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -59,6 +60,12 @@ class Tokenizer:
         self.eos_id = self.token_id("<eos>")
         self.pad_id = self.token_id("<pad>")
 
+    def __repr__(self) -> str:
+        return (
+            f"Tokenizer({self.vocab_size:,} ids, bos_id {self.bos_id}, eos_id {self.eos_id}, "
+            f"pad_id {self.pad_id})"
+        )
+
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
         """Reads a `tokenizer.json`.
@@ -67,7 +74,7 @@ class Tokenizer:
           FileNotFoundError: there is no such file.
           ValueError: too large, not a tokenizer, or not one of Gemma's structure.
         """
-        path = Path(path)
+        path = Path(os.path.expanduser(path))
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; a tokenizer.json is expected")
         if (size := path.stat().st_size) > _MAX_FILE_BYTES:

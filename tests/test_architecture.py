@@ -35,6 +35,7 @@ FLOORS = (
         "carat_jax.config",
         "carat_jax.config_json",
         "carat_jax.options",
+        "carat_jax.prompts",
         "carat_jax.generation",
         "carat_jax.display",
         "carat_jax.chat",

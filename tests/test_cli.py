@@ -199,7 +199,7 @@ def test_damaged_weights_are_told(capsys, folder, monkeypatch):
         (["a", "--max-new-tokens", "0"], "max_new_tokens = 0"),
         (["a", "--max-new-tokens", "-3"], "max_new_tokens = -3"),
         (["a", "--max-new-tokens", "511"], "prompt 2 + 511 new tokens exceeds max_context 512"),
-        (["a", "--max-context", "9"], "prompt 2 + 256 new tokens exceeds max_context 9"),
+        (["a", "--max-context", "9"], "exceeds max_context 9: give max_new_tokens of at most 7"),
         (["a", "--max-context", "0"], "max_context = 0: it must be an integer from 1 to"),
         (["a", "--max-context", "513"], "max_position_embeddings 512"),
         (["a", "--temperature", "nan"], "temperature = nan"),
@@ -291,6 +291,12 @@ def test_weights_that_do_not_fit_are_all_listed(capsys, folder, tmp_path):
 @pytest.mark.parametrize("name", ["nonsense", "/nonsense", "", "31c"])
 def test_a_model_that_is_nowhere(capsys, command, name):
     assert "give 'tiny' (bundled), a folder" in fails_in_one_line(capsys, *command, name)
+
+
+def test_a_size_is_no_model(capsys):
+    told = fails_in_one_line(capsys, "generate", "a", "--model", "31b")
+    assert "a preset, which has no weights" in told and "google/gemma-4-31B-it" in told
+    assert ", or a size: e2b, e4b, 12b, 26b-a4b, 31b" in fails_in_one_line(capsys, "info", "7b")
 
 
 def test_ctrl_c(capsys, monkeypatch):

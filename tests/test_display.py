@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 import small_model
+from flax import struct
+from scripted_model import TOKENIZER
 
 import carat_jax as carat
 from carat_jax import display
 from carat_jax.generation import Stream
+from carat_jax.speculative import Drafter, Model, Ngram
 
 
 class Page(HTMLParser):
@@ -135,6 +138,28 @@ def test_a_state_shows_its_arrays_and_how_full_they_are():
     assert repr(state) == "KVState(2 layers, length=[0, 192])"
 
 
+class Table(Drafter):
+    """A drafter of one's own."""
+
+    rows: jax.Array
+    note: dict = struct.field(pytree_node=False)
+    depth: int = struct.field(pytree_node=False, default=2)
+
+
+def test_drafters_show_sizes():
+    ids = jax.numpy.zeros((4, 300), jax.numpy.int32)
+    assert repr(Table(ids, {})) == "Table(rows=int32[4, 300], depth=2)"
+    assert repr(Ngram()) == "Ngram(max_ngram=3, min_ngram=1)"
+    params = {"a": ids, "b": {"c": ids}}
+    model = Model(params, small_model.CONFIG)
+    assert repr(model) == "Model(params=2 arrays, 9.6 kB, temperature=0.0)"
+    assert repr(Table(None, {})) == "Table(rows=None, depth=2)"
+
+
+def test_a_tokenizer_shows_its_ids():
+    assert repr(TOKENIZER) == "Tokenizer(365 ids, bos_id 2, eos_id 1, pad_id 0)"
+
+
 def test_a_state_without_values_shows_shapes():
     state = carat.init_state(small_model.CONFIG, 1, 64)
     seen = []
@@ -151,9 +176,11 @@ def test_a_state_without_values_shows_shapes():
 def test_a_stream_prints_itself_in_a_notebook(capsys):
     pieces = [carat.Piece("one", [5]), carat.Piece(" two", [6, 7], GENERATION)]
     stream = Stream(piece for piece in pieces)
+    assert repr(stream) == "Stream(not started, 0 tokens)"
     stream._ipython_display_()
     assert capsys.readouterr().out == "one two\n"
     assert list(stream) == []
+    assert repr(stream) == "Stream(ended, 3 tokens)"
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 B"), (999, "999 B"), (6_630_000, "6.63 MB")])

@@ -358,6 +358,15 @@ def test_chat_takes_the_options_of_generate():
         gemma.chat([])
 
 
+def test_chat_answers_users_and_tools_only():
+    gemma = scripted_model.gemma()
+    for role in ("assistant", "model"):
+        with pytest.raises(
+            ValueError, match=f"last message has role '{role}': .* next user message"
+        ):
+            gemma.chat([*USER, {"role": role, "content": "So"}])
+
+
 # --- Bad input -----------------------------------------------------------------------------------
 
 
@@ -390,24 +399,39 @@ def assert_no_more_live(before: set[int]) -> None:
         (np.zeros((0, 4), int), {}, "prompt"),
         (None, {}, "NoneType"),
         (7, {}, "int"),
-        (np.int32(7), {}, "shape"),
+        (np.int32(7), {}, r"7.*in place of a prompt: give a string, or a list of ids"),
+        (["a", 5], {}, r"^5 \(int\) in place of a prompt"),
+        ([[5], None], {}, r"None \(NoneType\) in place of a prompt"),
+        (USER, {}, "prompt is a list of messages: give them to `chat`"),
+        ([USER, USER], {}, "prompt is a list of messages: give them to `chat`"),
         ({5: 6}, {}, "dict"),
-        (b"abc", {}, "shape"),
+        (b"abc", {}, r"prompt is bytes: give a string, `prompt\.decode\(\)`"),
+        (["a", b"abc"], {}, "prompt is bytes"),
         ([5, -1], {}, "prompt id -1: ids go from 0 to 383"),
         ([5, SIZE], {}, "prompt id 384"),
         ([2**40], {}, f"prompt id {2**40}"),
-        ([2**70], {}, "must be integers"),
+        ([2**70], {}, f"prompt id {2**70}"),
         ([[5], [SIZE]], {}, "prompt id 384"),
         ([5, 6.0], {}, "float64: they must be integers"),
         ([True, False], {}, "bool: they must be integers"),
         (np.array([0.5]), {}, "float64"),
-        ([5, None], {}, "must be integers"),
-        ([5, "a"], {}, "must be integers"),
+        ([5, None], {}, r"None \(NoneType\) among the ids of a prompt: they must be integers"),
+        ([5, "a"], {}, r"'a' \(str\) among the ids of a prompt"),
         ([[[5]]], {}, "nested"),
-        ("a" * 512, {"max_new_tokens": 1}, "prompt 513 + 1 new tokens exceeds max_context 512"),
-        ([5], {"max_new_tokens": 512}, "prompt 1 + 512 new tokens exceeds max_context 512"),
+        ([[5, [6]]], {}, "nested"),
+        ("a" * 512, {"max_new_tokens": 1}, "max_context 512: give a shorter prompt$"),
+        (
+            [5],
+            {"max_new_tokens": 512},
+            "prompt 1 + 512 new tokens exceeds max_context 512: "
+            "give max_new_tokens of at most 511 or a shorter prompt$",
+        ),
         ([[5], [5] * 100], {"max_new_tokens": 413}, "prompt 100 + 413"),
-        ([5] * 300, {}, "prompt 300 + 256 new tokens exceeds"),  # the default max_new_tokens
+        (
+            [5] * 300,
+            {},
+            r"300 + 256 new tokens \(the default of max_new_tokens\) exceeds .* most 212",
+        ),
         ("a", {"max_new_tokens": 10**9}, "1,000,000,000 new tokens"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens = 0"),
         ("a", {"max_new_tokens": -5}, "max_new_tokens = -5"),
@@ -448,6 +472,12 @@ def test_the_last_token_of_the_context_can_be_filled():
     gemma = scripted_model.gemma(chain("a", "b", "<eos>"))
     out = spoken(gemma, [ID["a"]] * 500, max_new_tokens=12, stop_token_ids=[])
     assert out.tokens == [ID["b"], EOS] + [EOS] * 10
+    gemma.max_context = 64
+    with pytest.raises(
+        ValueError, match=r"at most 62 or a shorter prompt or a larger max_context$"
+    ):
+        gemma.generate("a")
+    gemma.max_context = 512
     with pytest.raises(ValueError, match="513 tokens exceed max_context 512"):
         gemma.logits([5] * 513)
 

@@ -135,6 +135,8 @@ def test_bad_sizes_are_refused(function, arguments, message):
     error = ConfigError if arguments.get("max_context", 0) > 1000 else ValueError
     with pytest.raises(error, match=message):
         function(TINY, **{"batch": 1, "max_context": 64} | arguments)
+    with pytest.raises(ValueError, match=r"config is a dict: give a GemmaConfig, `gemma\.config`"):
+        function({}, 1, 64)
 
 
 @pytest.mark.parametrize(("slack", "most"), [(0, 45), (63, 109), (1, 45)])

@@ -23,7 +23,7 @@ from fixture_models import (
 
 from carat_jax.attention import Keys
 from carat_jax.config import FULL, PRESETS, GemmaConfig
-from carat_jax.model import embedding_scale, forward
+from carat_jax.model import embedding_scale, forward, hidden_states
 from carat_jax.params import abstract_params, init_params, num_params, param_bytes
 
 
@@ -243,6 +243,23 @@ def test_an_unknown_implementation_is_refused():
                 lambda state: forward(m.params, m.config, tokens, state, implementation="nope"),
                 state,
             )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        (np.zeros(3, np.int32), r"tokens int32\[3\] must be integer \[B, T\], .*tokens\[None\]"),
+        (np.zeros((1, 1, 3), np.int32), r"tokens int32\[1, 1, 3\] must be integer \[B, T\]$"),
+        (np.zeros((1, 3), np.float32), r"tokens float32\[1, 3\] must be integer"),
+        ([[1, 2, 3]], r"tokens is a list: give an integer array \[B, T\]"),
+    ],
+    ids=["flat", "3D", "float", "list"],
+)
+def test_tokens_of_another_form_are_refused(tokens, told):
+    m = model("dense_31b_like")
+    for call in (forward, hidden_states):
+        with pytest.raises(ValueError, match=told):
+            call(m.params, m.config, tokens, None)
 
 
 def test_the_state_is_donated():

@@ -22,8 +22,8 @@ COPIED = (
 
 
 def convert(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     *,
     dtype: str | None = None,
     mesh: Mesh | None = None,
@@ -45,7 +45,8 @@ def convert(
       FileExistsError: the destination is a file, or has something in it.
       FileNotFoundError, ConfigError, CheckpointError: as from reading the source.
     """
-    destination = Path(os.path.abspath(destination))
+    source = Path(os.path.expanduser(source))
+    destination = Path(os.path.abspath(os.path.expanduser(destination)))
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise FileExistsError(f"{destination} exists and is not an empty folder: choose another")
     config = GemmaConfig.from_json(source)

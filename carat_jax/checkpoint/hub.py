@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from carat_jax.checkpoint.errors import CheckpointError
+from carat_jax.config import PRESETS
 
 WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 SMALL_FILES = [
@@ -17,6 +18,10 @@ SMALL_FILES = [
 ]
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 _HUB_ID = re.compile(f"{_PART}/{_PART}", re.ASCII)
+_NAMES = (
+    "'tiny' (bundled), a folder with config.json and model.safetensors, or a hub id like "
+    "'google/gemma-4-31B-it'"
+)
 
 
 def resolve(name: str | Path, *, weights: bool = True) -> Path:
@@ -28,8 +33,11 @@ def resolve(name: str | Path, *, weights: bool = True) -> Path:
 
     Raises:
       FileNotFoundError: none of the three.
+      ValueError: not even a name.
       CheckpointError: the hub refused or could not be reached.
     """
+    if not isinstance(name, str | os.PathLike):
+        raise ValueError(f"a {type(name).__name__} in place of a model's name: give {_NAMES}")
     if name == "tiny":
         return Path(str(resources.files("carat_jax") / "assets" / "tiny"))
     folder = os.path.expanduser(name)
@@ -38,10 +46,9 @@ def resolve(name: str | Path, *, weights: bool = True) -> Path:
     if isinstance(name, str) and _HUB_ID.fullmatch(name) and not os.path.lexists(folder):
         return _download(name, SMALL_FILES + WEIGHTS * weights)
     what = "is a file" if os.path.isfile(folder) else "is no folder"
-    raise FileNotFoundError(
-        f"{str(name)!r} {what}: give 'tiny' (bundled), a folder with config.json and "
-        "model.safetensors, or a hub id like 'google/gemma-4-31B-it'"
-    )
+    if str(name).lower() in PRESETS:
+        what += f", but the name of a preset, which has no weights (`carat info {name}`: its sizes)"
+    raise FileNotFoundError(f"{str(name)!r} {what}: give {_NAMES}")
 
 
 def _download(repo: str, files: list[str]) -> Path:

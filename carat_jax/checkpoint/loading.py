@@ -56,7 +56,7 @@ def load_stored(
     path: str | Path, config: GemmaConfig, *, mesh: Mesh | None, progress: bool
 ) -> Params:
     """As `load_params`, but in the form that checkpoints have on any mesh (`sharding.stored`)."""
-    folder = Path(path)
+    folder = Path(os.path.expanduser(path))
     shapes = abstract_params(config)
     if mesh is not None:
         sharding.check(config, mesh)

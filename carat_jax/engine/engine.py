@@ -12,9 +12,10 @@ from carat_jax.batch_run import Row
 from carat_jax.engine.prefix import Past
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.scheduler import STEPS, Scheduler
-from carat_jax.gemma import Gemma, Prompt
+from carat_jax.gemma import Gemma
 from carat_jax.generation import Generation
-from carat_jax.speculative import Drafter, Exact, Rule, Speculation
+from carat_jax.prompts import Prompt
+from carat_jax.speculative import NUM_PROPOSALS, Drafter, Rule, Speculation
 
 
 class QueueFull(RuntimeError):
@@ -47,7 +48,7 @@ class Engine:
         slots: int = 8,
         max_context: int | None = None,
         drafter: Drafter | None = None,
-        num_proposals: int = 4,
+        num_proposals: int = NUM_PROPOSALS,
         acceptance: Rule | None = None,
         prefill_chunk: int = 512,
         max_waiting: int = 1024,
@@ -79,9 +80,7 @@ class Engine:
                 raise ValueError(
                     f"{name} = {value!r}: it must be an integer from {least} to {most:,}"
                 )
-        speculation = None
-        if drafter is not None:
-            speculation = Speculation(drafter, num_proposals, acceptance or Exact())
+        speculation = Speculation.of(drafter, num_proposals, acceptance)
         self.gemma = gemma
         self.max_context = max_context
         self.max_waiting = max_waiting
@@ -102,6 +101,15 @@ class Engine:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="carat-engine", daemon=True)
         self._thread.start()
+
+    def __repr__(self) -> str:
+        scheduler = self._scheduler
+        waiting = len(self._inbox) + len(scheduler.waiting)
+        end = ", failed" if self._error is not None else ", closed" if self._closing else ""
+        return (
+            f"Engine({scheduler.slots} slots, {len(scheduler.rows.live)} live, {waiting} waiting, "
+            f"max_context {self.max_context:,}{end})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -226,7 +234,7 @@ class Engine:
         options: Mapping[str, Any],
     ) -> Request:
         gemma = self.gemma
-        chat = not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
+        chat = isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping)
         if chat:
             prompt = gemma.chat_prompt(prompt, thinking=thinking, tools=tools)
             options = gemma.chat_options(options)

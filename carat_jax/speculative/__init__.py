@@ -7,18 +7,22 @@ from carat_jax.speculative.drafters.ngram import Ngram
 from carat_jax.speculative.drafters.scripted import Scripted
 from carat_jax.speculative.loop import (
     Counts,
-    NumProposals,
-    Speculation,
     SpeculativeState,
-    check_speculation,
     draft,
     read_prompt,
     speculate,
     start,
 )
 from carat_jax.speculative.protocol import Drafter, Proposal, Target
+from carat_jax.speculative.speculation import (
+    NUM_PROPOSALS,
+    NumProposals,
+    Speculation,
+    check_speculation,
+)
 
 __all__ = [
+    "NUM_PROPOSALS",
     "Assistant",
     "Counts",
     "Drafter",

@@ -40,7 +40,7 @@ class Rule(struct.PyTreeNode):
           sampling: the options of each row; they apply to the target before the rule.
           position: int32 [B], where the first proposal stands in its sequence.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `accept`")
 
 
 class Exact(Rule):

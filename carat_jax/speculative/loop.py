@@ -4,9 +4,8 @@ Rolling back is lowering `length`: a ring has slots to spare for the proposals, 
 have overwritten nothing that is still needed.
 """
 
-import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,32 +13,11 @@ from flax import struct
 from jax import lax
 
 from carat_jax import generate, sampling
-from carat_jax.attention import MAX_DECODE_TOKENS
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
-from carat_jax.kv_state import KVState, max_decode_tokens
 from carat_jax.model import Params, head, hidden_states
-from carat_jax.speculative.acceptance import Exact, Forced, Rule, Verdict, drafting_keys
-from carat_jax.speculative.protocol import Drafter, Proposal, Target
-
-NumProposals = int | Literal["auto"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Speculation:
-    """How a generation is to speculate.
-
-    Attributes:
-      drafter: what proposes.
-      num_proposals: K, tokens proposed in a round; "auto" = as many as pay (see `auto.Auto`).
-      rule: which of them stand.
-      profile: time drafting and verifying apart (see `Stats`); drafting is done twice for that.
-    """
-
-    drafter: Drafter
-    num_proposals: NumProposals = 4
-    rule: Rule = dataclasses.field(default_factory=Exact)
-    profile: bool = False
+from carat_jax.speculative.acceptance import Rule, Verdict, drafting_keys
+from carat_jax.speculative.protocol import Drafter, Proposal, Target, proposed
 
 
 class Counts(struct.PyTreeNode):
@@ -69,38 +47,6 @@ class SpeculativeState(struct.PyTreeNode):
     decode: DecodeState
     hidden: jax.Array
     drafter: Any
-
-
-def check_speculation(speculation: Speculation, state: KVState, config: GemmaConfig) -> int:
-    """The largest K of which the proposals and the token before them fit one step.
-
-    Args:
-      state: of the target, or its shapes.
-
-    Raises:
-      ValueError: the K asked for is none or larger; or the drafter is no drafter.
-    """
-    drafter, K = speculation.drafter, speculation.num_proposals
-    if not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter is a {type(drafter).__name__}: give what `load_drafter` returns, or a "
-            "`speculative.Drafter` of your own"
-        )
-    slack = max_decode_tokens(state, config)
-    most = min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if slack is None else slack) - 1
-    most = min(most, drafter.max_proposals)
-    if K == "auto":
-        if isinstance(speculation.rule, Forced):
-            raise ValueError(
-                "num_proposals = 'auto': Forced has probabilities for one number of proposals "
-                f"only: give {speculation.rule.probabilities.shape[0]}"
-            )
-    elif isinstance(K, bool) or not isinstance(K, int) or not 1 <= K <= most:
-        raise ValueError(
-            f"num_proposals = {K!r}: {type(drafter).__name__} and the slack of the rings allow "
-            f"1 to {most}, or 'auto'"
-        )
-    return most
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -147,8 +93,8 @@ def speculate(
       state: donated.
       rounds: int32, at most size / (num_proposals + 1); traced.
       stopped: bool [B], rows that the caller ends now.
-      num_proposals: K, static; see `check_speculation`. 0 is plain decoding, through which the
-        drafter is kept informed.
+      num_proposals: K, static; see `speculation.check_speculation`. 0 is plain decoding,
+        through which the drafter is kept informed.
       size: static, columns of the result.
 
     Returns:
@@ -283,7 +229,7 @@ def _propose(
     keys = drafting_keys(decode.controls.sampling, decode.kv.length)
     # A drafter may fill a cache while it proposes. So it proposes once even where nothing is
     # wanted: what its state does not need of that, the compiler drops.
-    proposal, drafted = drafter.propose(state.drafter, target, max(K, 1), keys)
+    proposal, drafted = proposed(drafter, state.drafter, target, max(K, 1), keys)
     if not K:
         proposal = Proposal(jnp.zeros((decode.token.shape[0], 0), jnp.int32))
     return proposal, drafted

@@ -4,11 +4,14 @@ A drafter guesses the next K tokens; the target model checks them all in one pas
 speed, never the output (`acceptance.py` says which rules keep that).
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
+from carat_jax import display
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState
 from carat_jax.model import Params
@@ -54,6 +57,20 @@ class Drafter(struct.PyTreeNode):
 
     max_proposals: ClassVar[int] = 15
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**{"repr": False} | kwargs)  # that of a dataclass shows arrays
+
+    def __repr__(self) -> str:
+        """The class, sizes of what it holds and plain settings; a configuration is left out."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("pytree_node", True):
+                shown.append(f"{field.name}={display.held(value)}")
+            elif isinstance(value, bool | int | float | str | None):
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def init(self, config: GemmaConfig, batch: int, max_context: int) -> Any:
         """The state before a batch of prompts, a pytree (None = stateless).
 
@@ -82,8 +99,11 @@ class Drafter(struct.PyTreeNode):
             were proposed and rejected are gone.
           num_proposals: K, static.
           keys: PRNG keys [B], fresh in every round, for drafters that draw.
+
+        Returns:
+          Proposal of exactly K tokens a row, and the state after it.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `propose`")
 
     def observe(self, state: Any, tokens: jax.Array, new: jax.Array) -> Any:
         """Reads what was emitted: the first token after the prompt, then each round's.
@@ -95,3 +115,30 @@ class Drafter(struct.PyTreeNode):
         """
         del tokens, new
         return state
+
+
+def proposed(
+    drafter: Drafter, state: Any, target: Target, num_proposals: int, keys: jax.Array
+) -> tuple[Proposal, Any]:
+    """What `drafter.propose` returns for these arguments.
+
+    Raises:
+      ValueError: it is anything but a Proposal of so many tokens, and a state.
+    """
+    made, name = drafter.propose(state, target, num_proposals, keys), type(drafter).__name__
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Proposal)):
+        came = type(made).__name__
+        if isinstance(made, tuple):
+            came = f"({', '.join(type(part).__name__ for part in made)})"
+        raise ValueError(
+            f"{name}.propose returned {came}: it must return (Proposal, the drafter's state)"
+        )
+    tokens, (B,), K = made[0].tokens, target.token.shape, num_proposals
+    dtype = getattr(tokens, "dtype", None)
+    if dtype is None or tokens.shape != (B, K) or not jnp.issubdtype(dtype, jnp.integer):
+        came = type(tokens).__name__ if dtype is None else display.array(tokens)
+        raise ValueError(
+            f"{name}.propose gave {came} as tokens: asked for num_proposals = {K} in {B} rows, "
+            f"it must give int32[{B}, {K}]"
+        )
+    return made

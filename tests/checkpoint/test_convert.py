@@ -29,6 +29,14 @@ def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_a_folder_in_the_home_of_the_user(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    convert("~/source", "~/made", progress=False)
+    config = GemmaConfig.from_json("~/made")
+    assert same_bits(load_params("~/made", config, progress=False), load(source))
+    assert entries(tmp_path) == ["made", "source"]
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_same_parameters(tmp_path, kind):
     write(tmp_path, CONFIGS[kind])

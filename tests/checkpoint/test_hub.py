@@ -71,6 +71,18 @@ def test_names_that_are_neither(hub, name):
     assert hub.asked == ()
 
 
+@pytest.mark.parametrize("name", ["31b", "E2B"])
+def test_presets_have_no_weights(hub, name):
+    with pytest.raises(FileNotFoundError, match=f"preset, .* no weights .*info {name}.* hub id"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", [None, 7, {}])
+def test_what_is_no_name(hub, name):
+    with pytest.raises(ValueError, match=f"{type(name).__name__} in place of a model's name: give"):
+        resolve(name)
+
+
 def test_a_file_is_no_folder(hub, tmp_path, monkeypatch):
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "name").write_text("")

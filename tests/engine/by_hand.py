@@ -7,8 +7,9 @@ from carat_jax.batch_run import Row
 from carat_jax.engine import Request
 from carat_jax.engine.prefix import Past
 from carat_jax.engine.scheduler import Scheduler
-from carat_jax.gemma import Gemma, Prompt
+from carat_jax.gemma import Gemma
 from carat_jax.generation import Generation
+from carat_jax.prompts import Prompt
 from carat_jax.speculative import Drafter, Speculation
 
 # Of all tests. `Gemma.generate` has caches and chunks of these sizes too then, so that it shares

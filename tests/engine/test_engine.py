@@ -225,6 +225,7 @@ def test_a_full_queue_refuses(engine, gate):
         lambda: next(stream)
     ).tokens  # so it does not wait any more, and stays at the gate
     waiting = [made.submit(p, max_new_tokens=12) for p in PROMPTS[1:3]]
+    assert repr(made) == "Engine(1 slots, 1 live, 2 waiting, max_context 512)"
     with pytest.raises(QueueFull, match=r"2 requests wait already \(max_waiting\)"):
         made.submit(PROMPTS[3], max_new_tokens=12)
     gate.set()
@@ -264,6 +265,8 @@ def test_a_single_prompt_for_generate_is_refused(engine):
         ({"max_waiting": True}, "max_waiting = True"),
         ({"drafter": Ngram(), "num_proposals": 99}, "num_proposals = 99"),
         ({"drafter": Ngram(), "num_proposals": "auto"}, "give a number"),
+        ({"drafter": Ngram(), "acceptance": "typical"}, "acceptance = 'typical': give a rule"),
+        ({"num_proposals": 3}, "num_proposals = 3 is for a drafter"),
         ({"drafter": Model(scripted_model.weights([]), scripted_model.CONFIG)}, "vocab_size"),
     ],
 )
@@ -289,6 +292,7 @@ def test_close_drains(engine):
     ):
         with pytest.raises(RuntimeError, match="the engine is closed"):
             within(call)
+    assert repr(made) == "Engine(1 slots, 0 live, 0 waiting, max_context 512, closed)"
     close(made)  # again
 
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import struct
 
 import carat_jax as carat
 from carat_jax import cli
 from carat_jax.params import abstract_params
-from carat_jax.speculative import Drafter, Proposal
+from carat_jax.speculative import Drafter, Exact, Proposal, Rule
 
 PROMPTS, K = ["def main(", "import os\n"], 3
 
@@ -103,11 +106,58 @@ def test_a_stream_with_a_drafter(gemma):
         ({"drafter": Repeats(), "num_proposals": 2.0}, r"num_proposals = 2\.0"),
         ({"drafter": Repeats(), "num_proposals": "all"}, "num_proposals = 'all': .*, or 'auto'"),
         ({"profile": True}, "profile = True is for a drafter"),
+        ({"num_proposals": 3}, "num_proposals = 3 is for a drafter"),
+        ({"num_proposals": "auto"}, "num_proposals = 'auto' is for a drafter"),
+        ({"acceptance": Exact()}, r"acceptance = Exact\(\) is for a drafter"),
+        (
+            {"drafter": Repeats(), "acceptance": "typical"},
+            "acceptance = 'typical': give a rule, .*Exact",
+        ),
+        ({"drafter": Repeats(), "acceptance": ""}, "acceptance = '': give a rule"),
+        ({"drafter": Repeats(), "acceptance": Exact}, "acceptance = .*Exact.*: give a rule"),
+        ({"drafter": Drafter()}, "Drafter has no `propose`: a drafter must define it"),
     ],
 )
 def test_what_cannot_be_is_refused(gemma, given, message):
     with pytest.raises(ValueError, match=message):
         gemma.generate("a", **given)
+
+
+class Answers(Drafter):
+    """Returns what it is told to, whatever it is asked for."""
+
+    answer: Callable[[int], Any] = struct.field(pytree_node=False)
+
+    def propose(self, state, target, num_proposals, keys):
+        return self.answer(num_proposals)
+
+
+def zeros(columns: int, dtype: Any = jnp.int32) -> Proposal:
+    return Proposal(jnp.zeros((1, columns), dtype))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda K: None, r"Answers\.propose returned NoneType: it must return \(Proposal"),
+        (lambda K: zeros(K), "returned Proposal: it must return"),
+        (lambda K: (zeros(K).tokens, None), r"returned \(\w+, NoneType\): it must"),
+        (lambda K: (zeros(K - 1), None), r"gave int32\[1, 2\] as tokens: .* = 3 .* int32\[1, 3\]"),
+        (lambda K: (zeros(K, jnp.float32), None), r"gave float32\[1, 3\] as tokens"),
+        (lambda K: (Proposal([0] * K), None), r"gave list as tokens"),
+        (lambda K: (Proposal(jnp.zeros(K, jnp.int32)), None), r"gave int32\[3\] as tokens"),
+    ],
+)
+def test_proposals_of_another_form_are_refused(gemma, answer, message):
+    with pytest.raises(ValueError, match=message):
+        gemma.generate("a", drafter=Answers(answer), num_proposals=3, max_new_tokens=2)
+
+
+def test_what_has_to_be_defined_says_so():
+    with pytest.raises(NotImplementedError, match="Drafter has no `propose`"):
+        Drafter().propose(None, None, 1, None)
+    with pytest.raises(NotImplementedError, match="Rule has no `accept`"):
+        Rule().accept(None, None, None, None)
 
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -141,6 +191,8 @@ def test_drafters_of_another_model_are_refused_by_both_fields(small_gemma, gemma
         carat.load_drafter(FIXTURES / "drafter_e2b", small_gemma)
     with pytest.raises(carat.ConfigError, match=r"vocab_size 4,096 .* vocab_size 256"):
         carat.load_drafter(BUNDLED, small_gemma, progress=False)
+    with pytest.raises(ValueError, match="gemma is a str: give the drafter's name first"):
+        carat.load_drafter(gemma, "tiny")
     with pytest.raises(FileNotFoundError, match="no-such-folder"):
         carat.load_drafter("no-such-folder", gemma)
 

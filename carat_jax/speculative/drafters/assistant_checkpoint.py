@@ -1,6 +1,7 @@
 """Assistant drafters from their published checkpoints."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ def load_assistant(
       CheckpointError: damaged files, or weights that do not fit the configuration: every
         missing, unexpected and wrong tensor in one message.
     """
-    folder = Path(path)
+    folder = Path(os.path.expanduser(path))
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder: give the one that holds config.json")
     config = AssistantConfig.from_json(folder)
