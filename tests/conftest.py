@@ -69,13 +69,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadFileScheduling):
-    """Deals whole files out to the processes of `pytest -n`, in the order above."""
+    """Deals whole files out to the processes of `pytest -n`, and notebooks one by one, in the order
+    above."""
 
     def __init__(self, config: pytest.Config, log: object) -> None:
         config.option.loadscopereorder = False
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
+        if "test_notebooks.py" in nodeid:
+            return nodeid
         return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
 
 
