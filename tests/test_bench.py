@@ -12,7 +12,7 @@ import small_model
 from progress import only_progress
 
 from carat_jax import cli, compilation_cache, memory
-from carat_jax.bench import decode, random_model, report, speculative
+from carat_jax.bench import calls, decode, random_model, report, speculative
 from carat_jax.config import PRESETS
 from carat_jax.params import param_bytes
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
@@ -42,7 +42,7 @@ def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
 
 def test_decode(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(memory.READ_BANDWIDTH, jax.devices()[0].device_kind, BANDWIDTH)
-    monkeypatch.setattr(decode, "REPEATS", 3)
+    monkeypatch.setattr(calls, "REPEATS", 3)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     argv = ["--config", "small", "--batch", "2", "--context", "128", "--dtype", "float32"]
     result, lines = measured(capsys, tmp_path, "decode", *argv)
@@ -121,7 +121,7 @@ def test_random_models():
 
 
 def test_speculative(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(speculative, "REPEATS", 3)
+    monkeypatch.setattr(calls, "REPEATS", 3)
     drafter = AssistantConfig.for_target(CONFIG, hidden_size=16, intermediate_size=32)
     monkeypatch.setattr(AssistantConfig, "preset", lambda name: drafter)
     argv = ["--config", "small", "--batch", "2", "--context", "128", "--dtype", "float32"]

@@ -177,6 +177,27 @@ def half_a_digit(text: str) -> float:
     return 0.5001 * 10.0 ** -len(text.partition(".")[2])
 
 
+def test_what_others_take_and_the_step_beside_it_are_as_stored():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| | ms a step |\n")[2].partition("\n\n")[0]
+    told = [float(ms) for ms in re.findall(r"\| ([\d.]+) \|$", table, re.M)]
+    (own,) = results("speculative_31b.json")
+    assert told == [round(own["step_ms"], 1), *(row["ms"] for row in results("peers_31b.json"))]
+
+
+def test_the_sums_over_devices_are_as_stored():
+    page = (ROOT / "docs" / "howto" / "meshes.md").read_text(encoding="utf-8")
+    told = [
+        tuple(map(float, row)) for row in re.findall(r"\| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
+    ]
+    stored = json.loads((ROOT / "benchmarks/h200/all_reduce_2gpu.json").read_text())
+    rows = stored["rows"] + stored["first_form"]["rows"]
+    measured = [(r["bare_us"], r["with_product_us"] - r["product_us"]) for r in rows]
+    assert len(told) == 7
+    for bare, added in told:
+        assert any(abs(bare - b) <= 0.0501 and abs(added - a) <= 0.0501 for b, a in measured), bare
+
+
 ABLATION = {  # rows of the table: variant, and which key counts
     "ring": ("ring", None),
     "pages of 64": ("pages of 64", None),

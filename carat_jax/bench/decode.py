@@ -3,7 +3,7 @@
 The floor: every weight the step uses (a mixture reads only the experts its rows visit), the
 rings and the live global keys and values, each read once at the device's measured bandwidth.
 
-As `Gemma.generate` does, the next call is dispatched before the last one's tokens are fetched.
+Calls of many steps follow each other without waiting (`bench.calls`).
 """
 
 import argparse
@@ -20,14 +20,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from carat_jax import generate, memory, sharding
-from carat_jax.bench import random_model, report
+from carat_jax.bench import calls, random_model, report
 from carat_jax.config import PRESETS, GemmaConfig
 from carat_jax.kv_state import KVState, init_state
 from carat_jax.model import Params, forward, head
 from carat_jax.options import GenerateOptions
 from carat_jax.params import init_params
 
-STEPS, CALLS, REPEATS, WARM_UP = 32, 3, 7, 3
+STEPS = 32  # of a call
 LARGEST_ERROR = 0.05  # ‖decode - prefill‖ / ‖prefill‖ of logits; beyond it a row is void
 PROMPT = 64
 
@@ -140,18 +140,16 @@ def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> d
     begin = time.perf_counter()
     compiled = lowered.compile()
     compile_s = time.perf_counter() - begin
-    times, count = [], jnp.int32(steps)
-    for _ in range(WARM_UP + REPEATS):
-        jax.block_until_ready(state)
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            rewound = state.kv.replace(length=jnp.full_like(state.kv.length, context - steps))
-            out, state = compiled(params, state.replace(kv=rewound), count, stopped)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - begin) / (CALLS * steps))
+    count = jnp.int32(steps)
+
+    def decode(state: generate.DecodeState) -> tuple[Any, generate.DecodeState]:
+        rewound = state.kv.replace(length=jnp.full_like(state.kv.length, context - steps))
+        return compiled(params, state.replace(kv=rewound), count, stopped)
+
+    times, out, state = calls.seconds(decode, state, steps)
     if not (np.asarray(out.num_tokens) == steps).all():
         raise RuntimeError("a row ended early: the logits are not finite")
-    seconds = statistics.median(times[WARM_UP:])
+    seconds = statistics.median(times)
     read = memory.step_bytes(config, batch, context, mesh)
     bandwidth = report.read_bandwidth()
     floor = read.floor_s(bandwidth) if bandwidth else None
@@ -160,8 +158,8 @@ def _measure(params: Params, config: GemmaConfig, batch: int, context: int) -> d
         "batch": batch,
         "context": context,
         "ms": round(seconds * 1e3, 3),
-        "ms_min": round(min(times[WARM_UP:]) * 1e3, 3),
-        "ms_max": round(max(times[WARM_UP:]) * 1e3, 3),
+        "ms_min": round(min(times) * 1e3, 3),
+        "ms_max": round(max(times) * 1e3, 3),
         "floor_ms": report.rounded(floor and floor * 1e3, 3),
         "ratio": report.rounded(floor and seconds / floor, 3),
         "gb_per_s": round(read.total / seconds / 1e9),

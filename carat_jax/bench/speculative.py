@@ -3,15 +3,13 @@
 Weights are random, so no drafter could be right: which proposals stand is scripted, by the shares
 given. The drafter is the published assistant's shape and does its whole work.
 
-Calls of many rounds are dispatched one after another, as in `bench.decode`.
+Calls of many rounds follow each other without waiting (`bench.calls`).
 """
 
 import argparse
 import dataclasses
 import functools
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from carat_jax import generate
-from carat_jax.bench import random_model, report
+from carat_jax.bench import calls, random_model, report
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, abstract_state
 from carat_jax.model import Params, forward
@@ -36,7 +34,7 @@ from carat_jax.speculative.acceptance import Forced
 from carat_jax.speculative.drafters.assistant import Assistant
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
-STEPS, ROUNDS, CALLS, REPEATS, WARM_UP = 32, 16, 3, 7, 3
+STEPS, ROUNDS = 32, 16  # of a call
 # Reported for Google's drafter of 31B: in which share of the rounds each proposal stood.
 ACCEPTANCE = (0.92, 0.78, 0.67, 0.57)
 
@@ -144,7 +142,7 @@ def _measure(
             params, config, state, jnp.int32(steps), stopped, size=generate.DECODE_STEPS
         )
 
-    step_s, _, state = _time(decode, state, steps)
+    step, _, state = calls.seconds(decode, state, steps)
 
     hidden = jax.random.normal(jax.random.key(2), (batch, config.hidden_size), config.dtype)
     speculative = start(drafter, drafter.init(config, batch, context + K + 1), hidden, state)
@@ -174,7 +172,7 @@ def _measure(
         counted.append(counts)
         return tokens, state
 
-    round_s, out, speculative = _time(rounds_of, speculative, rounds)
+    round_, out, speculative = calls.seconds(rounds_of, speculative, rounds)
     counts = jax.tree.map(lambda *calls: sum(map(np.asarray, calls)), *counted)
     if int(out.num_tokens.min()) < rounds:
         raise RuntimeError("a row ended early: the logits are not finite")
@@ -185,10 +183,11 @@ def _measure(
         guesses = draft(params, config, drafter, state, jnp.int32(ROUNDS), num_proposals=K)
         return guesses, state
 
-    draft_s, _, speculative = _time(draft_alone, rewound(speculative), ROUNDS)
+    drafting, _, speculative = calls.seconds(draft_alone, rewound(speculative), ROUNDS)
     kv = rewound(speculative).decode.kv
     verify = functools.partial(_verify, params, config, batch, K, length)
-    verify_s, _, _ = _time(verify, kv, ROUNDS)
+    verifying, _, _ = calls.seconds(verify, kv, ROUNDS)
+    step_s, round_s, draft_s, verify_s = map(statistics.median, (step, round_, drafting, verifying))
     return {
         "step_ms": round(step_s * 1e3, 3),
         "draft_ms": round(draft_s * 1e3, 3),
@@ -213,19 +212,6 @@ def _verify(
     for _ in range(ROUNDS):
         logits, kv = _forward(params, config, tokens, kv.replace(length=length.copy()))
     return logits, kv
-
-
-def _time(call: Callable[[Any], tuple[Any, Any]], state: Any, parts: int) -> tuple[float, Any, Any]:
-    """Median seconds of a part of state -> (out, state); the last out and state."""
-    times, out = [], None
-    for _ in range(WARM_UP + REPEATS):
-        jax.block_until_ready(state)
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            out, state = call(state)
-        jax.block_until_ready((out, state))
-        times.append((time.perf_counter() - begin) / (CALLS * parts))
-    return statistics.median(times[WARM_UP:]), out, state
 
 
 def _in_dtype(config: AssistantConfig, dtype: str) -> AssistantConfig:

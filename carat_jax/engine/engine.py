@@ -1,6 +1,7 @@
 """Engine: many generations at once, submitted whenever they come."""
 
 import asyncio
+import reprlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -156,8 +157,12 @@ class Engine:
 
         Raises as `submit`, before any of them is queued; or what ended a request.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
-            raise ValueError("generate takes a list of prompts: use submit for a single one")
+        single = isinstance(prompts, str | bytes) or not hasattr(prompts, "__iter__")
+        if single or any(isinstance(prompt, Mapping) for prompt in prompts):
+            raise ValueError(
+                f"prompts is {reprlib.repr(prompts)}: generate takes a list of prompts, submit a "
+                "single one"
+            )
         requests = [self._request(prompt, False, None, options) for prompt in prompts]
         for request in requests:
             with self._lock:  # a list may be longer than the queue

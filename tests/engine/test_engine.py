@@ -251,8 +251,8 @@ def test_what_cannot_be_is_refused_before_it_is_queued(engine, given, message):
 
 def test_a_single_prompt_for_generate_is_refused(engine):
     made = engine(scripted_model.gemma())
-    for prompts in ("abc", [{"role": "user", "content": "abc"}]):
-        with pytest.raises(ValueError, match="list of prompts"):
+    for prompts in ("abc", b"abc", 5, [{"role": "user", "content": "abc"}]):
+        with pytest.raises(ValueError, match="list of prompts, submit a single one"):
             made.generate(prompts)
 
 
