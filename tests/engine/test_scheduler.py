@@ -185,11 +185,20 @@ def test_the_device_has_work_while_tokens_are_fetched(monkeypatch):
     s = by_hand.scheduler(model, 1)
     request = by_hand.submit(s, model, BASE[:5], max_new_tokens=4 * STEPS + 1)
     s.step()  # the prompt, its first token
-    done, step, fetch = [], s.rows.step, sharding.fetch
-    monkeypatch.setattr(s.rows, "step", lambda n: done.append("dispatched") or step(n))
-    monkeypatch.setattr(sharding, "fetch", lambda tree: done.append("fetched") or fetch(tree))
+    made, ahead, step, fetch = [], [], s.rows.step, sharding.fetch
+
+    def dispatching(n):
+        made.append(step(n))
+        return made[-1]
+
+    def fetching(flight):
+        ahead.append(bool(made) and flight[0] is not made[-1][0])
+        return fetch(flight)
+
+    monkeypatch.setattr(s.rows, "step", dispatching)
+    monkeypatch.setattr(sharding, "fetch", fetching)
     by_hand.work_off(s)
-    assert done[:6] == ["dispatched", "fetched"] * 3  # of each pair, the one before is fetched
+    assert ahead == [True] * 4  # a newer one is on its way whenever one is fetched
     assert len(request.result(0).tokens) == 4 * STEPS + 1
 
 
