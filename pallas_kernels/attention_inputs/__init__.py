@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.attention_inputs import mosaic, xla
-from pallas_kernels.attention_inputs.form import AttentionInputs, is_compact
+from pallas_kernels.attention_inputs.form import AttentionInputs
 from pallas_kernels.partial_sums import PartialSums
 
 __all__ = ["AttentionInputs", "attention_inputs"]

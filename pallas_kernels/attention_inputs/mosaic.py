@@ -1,7 +1,8 @@
-"""attention_inputs of a few positions on Hopper: a block of one warpgroup a row, all in one launch.
+"""attention_inputs of a few positions on Hopper, in one launch: a row is a block of one warpgroup.
 
-A row is one head at one position: a query, a key or a value. Its two halves lie in the same threads,
-so that RoPE needs no exchange between them; the sum of squares is all that threads tell each other.
+A row is one head at one position: a query, a key or a value. Its two halves lie in the same
+threads, so that RoPE needs no exchange; the sum of squares is all that threads tell each other.
+(With one warpgroup in a block `jnp.sum` has its scratch memory to itself.)
 
 Bytes, 31B at T = 1: a local layer has 64 rows of 256, 33 KB in (bfloat16, in one piece) and 33 KB
 out; a global one 36 rows of 512, 516 KB in (float32, seven pieces) and 46 KB out. At 4.69 TB/s
@@ -60,7 +61,7 @@ def attention_inputs(
     """
     if interpret is None:
         require_hopper()
-    B, T, K, heads, H = y.shape
+    _, T, _, heads, H = y.shape
     caches = {"k": k, "v": v, "k_rotated": k_rotated}
     caches = {name: x for name, x in caches.items() if x is not None}
     arrays = (y, q_norm, k_norm, *caches.values())
@@ -78,12 +79,14 @@ def attention_inputs(
         length.astype(jnp.int32), new.astype(jnp.int32), caches,
     )  # fmt: skip
 
-    def by_position(x: jax.Array) -> jax.Array:
-        """From the order of the kernels of attention, which XLA then finds unchanged."""
-        x = x.reshape(B, K, T, group, -1).transpose(0, 2, 1, 3, 4)
-        return x.reshape(B, T, K * group, -1)
+    return AttentionInputs(*(by_position(x, T) for x in queries), **caches)
 
-    return AttentionInputs(*map(by_position, queries), **caches)
+
+def by_position(x: jax.Array, T: int) -> jax.Array:
+    """[B, K, T·G, width] -> [B, T, N, width]. Attention's kernels undo it, so that XLA does not."""
+    B, K, rows, width = x.shape
+    x = x.reshape(B, K, T, rows // T, width).transpose(0, 2, 1, 3, 4)
+    return x.reshape(B, T, K * (rows // T), width)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
@@ -102,7 +105,7 @@ def _launch(
     new: jax.Array,
     caches: dict[str, jax.Array],
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    """Queries [B, K, T·G, width], as they lie in a group of the kernels of attention; the caches."""
+    """Queries [B, K, T·G, width], which is the order of the kernels of attention; the caches."""
     pieces, B, T, K, heads, H = y.shape
     half, pairs = H // 2, cos.shape[-1]
     layout = plgpu.Layout.WG_STRIDED((half,), vec_size=half // THREADS)

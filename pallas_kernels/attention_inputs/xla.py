@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import rotation, slots
+from pallas_kernels import cache_slots, rotation
 from pallas_kernels.attention_inputs.form import AttentionInputs, is_compact
 from pallas_kernels.partial_sums import PartialSums, summed
 
@@ -53,7 +53,7 @@ def attention_inputs(
     def stored(cache: jax.Array | None, rows: jax.Array) -> jax.Array:
         rows = rows.astype(dtype).transpose(0, 2, 1, 3)
         rows = jnp.where((jnp.arange(T) < new[:, None])[:, None, :, None], rows, 0)
-        return rows if cache is None else slots.append(cache, rows, length, ring=ring)
+        return rows if cache is None else cache_slots.append(cache, rows, length, ring=ring)
 
     keys = turned(unit[:, :, :, group] * k_norm.astype(jnp.float32))
     out = out._replace(v=stored(v, unit[:, :, :, -1]))
