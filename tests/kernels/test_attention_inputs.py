@@ -174,7 +174,7 @@ op = jax.jit(
 )
 
 # Slots are 64: a ring that wraps within a step, and one at its start; a cache that ends.
-LENGTHS = {True: [62, 0, 127], False: [62, 0, 64]}
+LENGTHS = {True: [63, 0, 127], False: [63, 0, 64]}
 
 # --- Numbers -------------------------------------------------------------------------------------
 
