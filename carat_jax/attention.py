@@ -31,7 +31,7 @@ class Step(struct.PyTreeNode):
       length: int32 [B], positions before the new ones.
       new: int32 [B], how many of the T are real; the rest is padding.
       decode: write the cache, then read it (a few positions); else prefill.
-      implementation: of the attention ops; None = the best.
+      implementation: of the attention ops, and in decode of `attention_inputs`; None = the best.
     """
 
     length: jax.Array

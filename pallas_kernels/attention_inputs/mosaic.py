@@ -8,7 +8,7 @@ Bytes, 31B at T = 1: a local layer has 64 rows of 256, 33 KB in (bfloat16, in on
 out; a global one 36 rows of 512, 516 KB in (float32, seven pieces) and 46 KB out. At 4.69 TB/s
 that is 0.01 and 0.12 µs, so latency is all there is: launch, one round of loads (the product is
 still in L2, the weights of the norms and the angles need not be), one sum over a warpgroup, one
-round of stores. Predicted, not measured: 3 µs a layer, where XLA has five to seven kernels.
+round of stores. Predicted, not measured: 3 µs a layer, where XLA has several kernels.
 
 Row independence: a row meets no other row, and its sums have a fixed order.
 """
@@ -57,7 +57,8 @@ def attention_inputs(
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
-      Unsupported: another device or dtype, H not 256 or 512, keys without a cache to write them to.
+      Unsupported: another device or dtype, H not 256 or 512, P = 0, keys without a cache to write
+        them to.
     """
     if interpret is None:
         require_hopper()
@@ -68,8 +69,8 @@ def attention_inputs(
     dtypes = {jnp.dtype(x.dtype) for x in arrays if x is not None}
     if dtypes != {jnp.dtype(BF16)}:
         raise Unsupported(f"takes bfloat16 only, not {', '.join(sorted(map(str, dtypes)))}")
-    if H not in (256, 512):
-        raise Unsupported(f"head width {H} must be 256 or 512")
+    if H not in (256, 512) or not cos.shape[-1]:
+        raise Unsupported(f"head width {H} must be 256 or 512, and some of it turn")
     if heads > group and not caches:
         raise Unsupported("writes keys and values to caches, and there are none")
     parts = y.parts if isinstance(y, PartialSums) else y[None]
@@ -78,7 +79,6 @@ def attention_inputs(
         group, is_compact(heads - group, k_norm), ring, eps, interpret, parts, norms, cos, sin,
         length.astype(jnp.int32), new.astype(jnp.int32), caches,
     )  # fmt: skip
-
     return AttentionInputs(*(by_position(x, T) for x in queries), **caches)
 
 
@@ -111,7 +111,9 @@ def _launch(
     layout = plgpu.Layout.WG_STRIDED((half,), vec_size=half // THREADS)
     store_first = _store_first(layout, pairs) if interpret is None else _store_first_simulated
 
-    def body(y_ref, norm_refs, cos_ref, sin_ref, length_ref, new_ref, cache_refs, *q_refs):
+    def norm_turn_store(
+        y_ref, norm_refs, cos_ref, sin_ref, length_ref, new_ref, cache_refs, *q_refs
+    ):
         index = lax.axis_index("row")
         place, row = lax.div(index, K * heads), lax.rem(index, K * heads)
         b, t = lax.div(place, T), lax.rem(place, T)
@@ -151,7 +153,8 @@ def _launch(
         # In each of these all loads come first, so that they are under way together.
         def query():
             at = (b, k, t * G + head)
-            w, turn, fold = weight(norm_refs[0]), angle(), weight(norm_refs[-1])
+            w, turn = weight(norm_refs[0]), angle()
+            fold = weight(norm_refs[1]) if compact else None
             q = times(normed(), w)
             if not compact:
                 write(q_refs[0], at, turned(q, turn))
@@ -199,7 +202,7 @@ def _launch(
     widths = (H, 2 * pairs) if compact else (H,)
     refs = jax.tree.map(jax.new_ref, caches)
     queries = plgpu.kernel(
-        body,
+        norm_turn_store,
         out_type=[jax.ShapeDtypeStruct((B, K, T * G, width), BF16) for width in widths],
         grid=(B * T * K * heads,),
         grid_names=("row",),
