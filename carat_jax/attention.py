@@ -8,11 +8,18 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from carat_jax import kv_state, rope
+from carat_jax import kv_state
 from carat_jax.config import GemmaConfig, LayerSpec
-from carat_jax.kv_state import GlobalKV, KVState, LayerKV, RingKV
-from carat_jax.layers import linear, linear_share, rms_norm, weight
-from pallas_kernels import PartialSums, global_attention, prefill_attention, ring_attention
+from carat_jax.kv_state import KVState, LayerKV, RingKV
+from carat_jax.layers import linear, linear_share, weight
+from pallas_kernels import (
+    AttentionInputs,
+    PartialSums,
+    attention_inputs,
+    global_attention,
+    prefill_attention,
+    ring_attention,
+)
 
 MAX_DECODE_TOKENS = 16  # new positions a step may verify; longer inputs are prefilled
 
@@ -24,7 +31,7 @@ class Step(struct.PyTreeNode):
       length: int32 [B], positions before the new ones.
       new: int32 [B], how many of the T are real; the rest is padding.
       decode: write the cache, then read it (a few positions); else prefill.
-      implementation: of the attention ops; None = the best.
+      implementation: of the attention ops, and in decode of `attention_inputs`; None = the best.
     """
 
     length: jax.Array
@@ -133,48 +140,35 @@ class Attention(nn.Module):
         B, T, D = x.shape
         K, G, H = s.num_kv_heads, s.group, s.head_dim
         o = self.o.reshape(K * G * H, D)
-        y = linear(x, self.qkv)
-        unit = rms_norm(y, None, c.rms_norm_eps)  # one pass for all heads; float32 until RoPE
-        q = (unit[:, :, :, :G] * self.q_norm.astype(jnp.float32)).reshape(B, T, K * G, H)
+        # A chunk may be longer than a ring, which is therefore read before it is written.
+        chunk = isinstance(kv, RingKV) and not step.decode
+        inputs = attention_inputs(
+            linear(x, self.qkv, partial=True),
+            self.q_norm,
+            self.k_norm if s.owns_kv else lent.k_norm,
+            *angles,
+            step.length,
+            step.new,
+            group=G,
+            eps=c.rms_norm_eps,
+            ring=s.window is not None,
+            **({} if kv is None or chunk else kv_state.arrays(kv)),
+            implementation=step.implementation if step.decode else "xla",
+        )
+        keys = lent
         if s.owns_kv:
-            new = self._keys(unit[:, :, :, G], unit[:, :, :, -1], self.k_norm, angles)
-            keys, kv = self._store(new, step, kv)
-        else:
-            keys = lent
-        out = self._attend(q, keys, angles, step).reshape(B, T, K * G * H)
+            k_norm = self.k_norm if s.shared_projection else None
+            keys = Keys(v=inputs.v, k=inputs.k, k_rotated=inputs.k_rotated, k_norm=k_norm)
+        if chunk:
+            keys, kv = self._through_the_ring(keys, step, kv)
+        elif kv is not None:
+            kv = kv.replace(**{name: getattr(keys, name) for name in kv_state.arrays(kv)})
+        out = self._attend(inputs, keys, step).reshape(B, T, K * G * H)
         return linear_share(out, o, self.shards), kv, keys
 
-    def _keys(self, k: jax.Array, v: jax.Array, k_norm: jax.Array, angles: tuple) -> Keys:
-        """Turns the new positions' keys: normed k, v [B, T, K, H] to [B, K, T, width] each."""
-        s, dtype = self.spec, k_norm.dtype
-
-        def cached(rows: jax.Array) -> jax.Array:
-            return rows.astype(dtype).transpose(0, 2, 1, 3)
-
-        k = k * k_norm.astype(jnp.float32)
-        if s.shared_projection:
-            turned = rope.rotate(rope.rotated_widths(k, s.rotated), *angles)
-            return Keys(v=cached(v), k_rotated=cached(turned), k_norm=k_norm)
-        return Keys(v=cached(v), k=cached(rope.rotate_head(k, *angles)))
-
-    def _store(self, new: Keys, step: Step, kv: LayerKV | None) -> tuple[Keys, LayerKV | None]:
-        """Writes the new positions into the cache; returns what to attend to, and the cache."""
-        if kv is None:
-            return new, None
-        # Padding is stored as zeros: a masked slot has weight zero, and zero times NaN is NaN.
-        real = (jnp.arange(new.v.shape[2]) < step.new[:, None])[:, None, :, None]
-        k, v, k_rotated = (
-            x if x is None else jnp.where(real, x, 0) for x in (new.k, new.v, new.k_rotated)
-        )
-        new = new._replace(k=k, v=v, k_rotated=k_rotated)
-        if isinstance(kv, GlobalKV):
-            kv = kv_state.append(kv, step.length, k=new.k, v=new.v, k_rotated=new.k_rotated)
-            return new._replace(k=kv.k, v=kv.v, k_rotated=kv.k_rotated), kv
-        if step.decode:
-            kv = kv_state.append(kv, step.length, k=new.k, v=new.v)
-            return Keys(k=kv.k, v=kv.v), kv
-        # A chunk may be longer than the ring: attend to the past and the chunk, then store. The
-        # barriers keep XLA from gathering every layer's past at the start and storing every
+    def _through_the_ring(self, new: Keys, step: Step, kv: RingKV) -> tuple[Keys, RingKV]:
+        """What a chunk attends to, which is the past and itself; and the ring with it stored."""
+        # The barriers keep XLA from gathering every layer's past at the start and storing every
         # layer's chunk at the end, which would hold them all in memory at once.
         chunk, kv = lax.optimization_barrier((RingKV(k=new.k, v=new.v), kv))
         past = kv_state.ring_past(kv, step.length, kv_state.round_up(self.spec.window - 1))
@@ -183,17 +177,13 @@ class Attention(nn.Module):
         both, kv = lax.optimization_barrier((both, kv))
         return Keys(k=both.k, v=both.v), kv
 
-    def _attend(self, q: jax.Array, keys: Keys, angles: tuple, step: Step) -> jax.Array:
-        """Turns float32 queries [B, T, N, H] and runs the op that fits: [B, T, N, H]."""
-        s, dtype = self.spec, keys.v.dtype
+    def _attend(self, inputs: AttentionInputs, keys: Keys, step: Step) -> jax.Array:
+        """Runs the op that fits: [B, T, N, H]."""
+        s = self.spec
         compact = {}
         if keys.k is None:
-            turned = rope.rotate(rope.rotated_widths(q, s.rotated), *angles)
-            compact = {"q_rotated": turned.astype(dtype), "k_rotated": keys.k_rotated}
-            q = rope.without_rotated_widths(q * keys.k_norm.astype(jnp.float32), s.rotated)
-        else:
-            q = rope.rotate_head(q, *angles)
-        arguments = (q.astype(dtype), keys.k, keys.v, step.length)
+            compact = {"q_rotated": inputs.q_rotated, "k_rotated": keys.k_rotated}
+        arguments = (inputs.q, keys.k, keys.v, step.length)
         choice = {"implementation": step.implementation}
         if not step.decode:
             return prefill_attention(*arguments, window=s.window, **compact, **choice)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from carat_jax import display, sharding
 from carat_jax.config import ConfigError, GemmaConfig, LayerSpec
 from carat_jax.sharding import AnyMesh
+from pallas_kernels import cache_slots
 
 SLACK = 63  # spare ring slots beyond the window: at least the proposals one step may verify
 _ROWS_SHOWN = 4  # of a batch, by a notebook
@@ -35,7 +36,7 @@ class RingKV(struct.PyTreeNode):
     v: jax.Array
 
     def __repr__(self) -> str:
-        return _arrays(self)
+        return _shown(self)
 
 
 class GlobalKV(struct.PyTreeNode):
@@ -53,7 +54,7 @@ class GlobalKV(struct.PyTreeNode):
     k_rotated: jax.Array | None = None
 
     def __repr__(self) -> str:
-        return _arrays(self)
+        return _shown(self)
 
 
 LayerKV = RingKV | GlobalKV
@@ -83,9 +84,14 @@ class KVState(struct.PyTreeNode):
         return display.page(repr(self), display.table(["layers", "bytes", *held], rows))
 
 
-def _arrays(kv: LayerKV) -> str:
-    held = {name: getattr(kv, name) for name in ("k", "v", "k_rotated") if hasattr(kv, name)}
-    inside = ", ".join(f"{n}={display.array(x)}" for n, x in held.items() if x is not None)
+def arrays(kv: LayerKV) -> dict[str, jax.Array]:
+    """The arrays of a layer, by name."""
+    held = {name: getattr(kv, name, None) for name in ("k", "v", "k_rotated")}
+    return {name: x for name, x in held.items() if x is not None}
+
+
+def _shown(kv: LayerKV) -> str:
+    inside = ", ".join(f"{name}={display.array(x)}" for name, x in arrays(kv).items())
     return f"{type(kv).__name__}({inside})"
 
 
@@ -226,26 +232,6 @@ def max_decode_tokens(state: KVState, config: GemmaConfig) -> int | None:
     return min(slacks, default=None)
 
 
-def append(kv: LayerKV, length: jax.Array, **new: jax.Array | None) -> LayerKV:
-    """Writes T new positions of a layer; positions out of range are dropped.
-
-    A ring takes T <= R - W + 1 this way (rows that turn out to be rejected destroy nothing then);
-    `fill_ring` is for longer chunks.
-
-    Args:
-      kv: RingKV or GlobalKV.
-      length: int32 [B], positions before the new ones.
-      **new: [B, K, T, width] for each field of kv that is not None.
-
-    Returns:
-      kv with the rows written: the same type, to be donated through.
-    """
-    slot = length[:, None] + jnp.arange(new["v"].shape[2])
-    if isinstance(kv, RingKV):
-        slot %= kv.v.shape[2]
-    return _write(kv, slot, new)
-
-
 def fill_ring(ring: RingKV, chunk: RingKV, length: jax.Array, new: jax.Array) -> RingKV:
     """Writes the newest positions of a chunk of any length.
 
@@ -258,21 +244,9 @@ def fill_ring(ring: RingKV, chunk: RingKV, length: jax.Array, new: jax.Array) ->
     t, R = jnp.arange(chunk.v.shape[2]), ring.v.shape[2]
     stays = (t < new[:, None]) & (t >= new[:, None] - R)
     slot = jnp.where(stays, (length[:, None] + t) % R, R + t)  # past the end: dropped
-    return _write(ring, slot, {"k": chunk.k, "v": chunk.v})
-
-
-def _write(kv: LayerKV, slot: jax.Array, rows: dict[str, jax.Array | None]) -> LayerKV:
-    """Puts rows[name][:, :, t] into slot[:, t] of each field; slots past the end are dropped."""
-    B, K = kv.v.shape[:2]
-    b, k = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
-    written = {
-        name: getattr(kv, name)
-        .at[b, k, slot[:, None]]
-        .set(new.astype(kv.v.dtype), mode="drop", unique_indices=True)
-        for name, new in rows.items()
-        if new is not None
-    }
-    return kv.replace(**written)
+    return RingKV(
+        k=cache_slots.write(ring.k, chunk.k, slot), v=cache_slots.write(ring.v, chunk.v, slot)
+    )
 
 
 def ring_past(ring: RingKV, length: jax.Array, past: int) -> RingKV:

@@ -6,6 +6,7 @@ N query head, K KV head, G = N / K, H head width, S slot of a global cache, R sl
 W window, P rotated widths of a head.
 """
 
+from pallas_kernels.attention_inputs import AttentionInputs, attention_inputs
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.expert_matmul import expert_matmul
 from pallas_kernels.gated_gelu import gated_gelu
@@ -17,8 +18,10 @@ from pallas_kernels.ring_attention import ring_attention
 from pallas_kernels.skinny_matmul import skinny_matmul
 
 __all__ = [
+    "AttentionInputs",
     "PartialSums",
     "Unsupported",
+    "attention_inputs",
     "expert_matmul",
     "gated_gelu",
     "global_attention",

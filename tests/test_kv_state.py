@@ -12,14 +12,26 @@ from hypothesis import strategies as st
 
 from carat_jax import kv_state
 from carat_jax.config import FULL, SLIDING, ConfigError, GemmaConfig
-from carat_jax.kv_state import GlobalKV, RingKV
+from carat_jax.kv_state import GlobalKV, LayerKV, RingKV
+from pallas_kernels import cache_slots
 
 B, K, H = 3, 2, 4
 W, R = 65, 128
 
-append = jax.jit(kv_state.append)
 fill_ring = jax.jit(kv_state.fill_ring)
 ring_past = jax.jit(kv_state.ring_past, static_argnames="past")
+
+
+@jax.jit
+def append(kv: LayerKV, length: jax.Array, **new: jax.Array | None) -> LayerKV:
+    """What a decode step does with each array of a layer."""
+    ring = isinstance(kv, RingKV)
+    written = {
+        name: cache_slots.append(getattr(kv, name), rows, length, ring=ring)
+        for name, rows in new.items()
+        if rows is not None
+    }
+    return kv.replace(**written)
 
 
 def int32(values: list[int]) -> jax.Array:

@@ -11,6 +11,7 @@ from float64_reference import rope as reference
 
 from carat_jax import rope
 from carat_jax.config import FULL, SLIDING, GemmaConfig, LayerSpec
+from pallas_kernels import rotation
 
 LAYERS = GemmaConfig.preset("31b").layers
 LOCAL, GLOBAL = LAYERS[0], LAYERS[5]
@@ -23,7 +24,7 @@ def partial(spec: LayerSpec) -> float:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _turn(x: jax.Array, positions: jax.Array, spec: LayerSpec) -> jax.Array:
-    return rope.rotate_head(x, *rope.angles(positions, spec))
+    return rotation.rotate_head(x, *rope.angles(positions, spec))
 
 
 def turn(x: np.ndarray, positions: np.ndarray, spec: LayerSpec) -> np.ndarray:
@@ -107,10 +108,10 @@ def test_any_share_of_a_head_can_turn(H, rotated):
 def test_the_turned_widths_and_the_rest_make_up_a_head(spec):
     """The split of a score that the compact cache is read with."""
     x = heads(spec, POSITIONS)
-    whole = rope.rotate_head(x, *rope.angles(jnp.asarray(POSITIONS), spec))
-    alone = rope.rotate(rope.rotated_widths(x, spec.rotated), *rope.angles(POSITIONS, spec))
-    np.testing.assert_array_equal(alone, rope.rotated_widths(whole, spec.rotated))
-    rest = rope.without_rotated_widths(jnp.asarray(x), spec.rotated)
+    whole = rotation.rotate_head(x, *rope.angles(jnp.asarray(POSITIONS), spec))
+    alone = rotation.rotate(rotation.rotated_widths(x, spec.rotated), *rope.angles(POSITIONS, spec))
+    np.testing.assert_array_equal(alone, rotation.rotated_widths(whole, spec.rotated))
+    rest = rotation.without_rotated_widths(jnp.asarray(x), spec.rotated)
     half, pairs = spec.head_dim // 2, spec.rotated // 2
     outside = np.r_[pairs:half, half + pairs : spec.head_dim]
     np.testing.assert_array_equal(rest[..., outside], x[..., outside])
@@ -120,7 +121,7 @@ def test_the_turned_widths_and_the_rest_make_up_a_head(spec):
 def test_bfloat16_heads_are_turned_in_float32():
     x = jnp.asarray(heads(LOCAL, POSITIONS), jnp.bfloat16)
     cos, sin = rope.angles(jnp.asarray(POSITIONS), LOCAL)
-    out = rope.rotate_head(x, cos, sin)
+    out = rotation.rotate_head(x, cos, sin)
     assert out.dtype == jnp.float32
-    np.testing.assert_array_equal(out, rope.rotate_head(x.astype(jnp.float32), cos, sin))
-    assert jax.eval_shape(rope.rotate_head, x, cos, sin).shape == x.shape
+    np.testing.assert_array_equal(out, rotation.rotate_head(x.astype(jnp.float32), cos, sin))
+    assert jax.eval_shape(rotation.rotate_head, x, cos, sin).shape == x.shape

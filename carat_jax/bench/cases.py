@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from carat_jax import rope
 from carat_jax.bench import exact
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.kv_state import ring_capacity, round_up
-from pallas_kernels import global_attention, prefill_attention, ring_attention
+from pallas_kernels import global_attention, prefill_attention, ring_attention, rotation
 from pallas_kernels.global_attention import IMPLEMENTATIONS as GLOBAL
 from pallas_kernels.prefill_attention import IMPLEMENTATIONS as PREFILL
 from pallas_kernels.ring_attention import IMPLEMENTATIONS as RING
@@ -129,7 +128,7 @@ class Case:
         q = _normal(1, (*shape, s.head_dim), self.dtype) * spread
         shared = {"length": jnp.full((self.batch,), self.length, jnp.int32)}
         if self.compact:
-            q = rope.without_rotated_widths(q, s.rotated)
+            q = rotation.without_rotated_widths(q, s.rotated)
             shared["q_rotated"] = _normal(2, (*shape, s.rotated), self.dtype) * spread
         return q, shared
 

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import l2_prefetch
 from pallas_kernels.dispatch import Unsupported, require_hopper
-from pallas_kernels.split_keys.geometry import CHUNK, TILE, Shape
+from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import leave, meet, merge_splits
 from pallas_kernels.split_keys.warpgroups import SWIZZLED, attend, copy_tiles
 
@@ -82,12 +82,17 @@ def split_attention(
 
 
 def _rows(q: jax.Array, s: Shape) -> jax.Array:
-    """[B, T, N, width] -> [groups, rows, width]: row t·G + g of KV head k, padded with zeros."""
-    width = q.shape[-1]
+    """[B, T, N, width] -> [groups, rows, width]: row t·G + g of KV head k, padded with zeros.
+
+    Unless the copy to shared memory does so: it fills up a part of a tile, and whole tiles.
+    """
+    width, rows = q.shape[-1], s.T * s.G
     q = q.reshape(s.B, s.T, s.K, s.G, width).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(s.B, s.K, s.T * s.G, width)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, s.row_blocks * s.rows - s.T * s.G), (0, 0)))
-    return q.reshape(s.groups, s.rows, width)
+    q = q.reshape(s.B, s.K, rows, width)
+    if s.interpreted or s.row_blocks > 1 or (rows > ROWS[0] and rows % ROWS[0]):
+        rows = s.row_blocks * s.rows
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - s.T * s.G), (0, 0)))
+    return q.reshape(s.groups, rows // s.row_blocks, width)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
