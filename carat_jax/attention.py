@@ -187,7 +187,6 @@ class Attention(nn.Module):
         choice = {"implementation": step.implementation}
         if not step.decode:
             return prefill_attention(*arguments, window=s.window, **compact, **choice)
-        choice["prefetch"] = self.o  # read next
         if s.window is None:
             return global_attention(*arguments, **compact, **choice)
         return ring_attention(*arguments, window=s.window, **choice)

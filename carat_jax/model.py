@@ -70,7 +70,6 @@ class Block(nn.Module):
         h: jax.Array,
         x: jax.Array,
         next_norm: jax.Array,
-        next_weight: jax.Array | None,
         per_layer_input: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
@@ -83,7 +82,6 @@ class Block(nn.Module):
           h: residual [B, T, D].
           x: h under `input_layernorm`.
           next_norm: [D] weight of the norm that what follows begins with.
-          next_weight: what is read after this layer, if that is known.
           per_layer_input: [B, T, P] or None.
           angles, step, kv, lent: as in `Attention`.
 
@@ -100,7 +98,6 @@ class Block(nn.Module):
                 a,
                 self.post_attention_layernorm,
                 self.pre_feedforward_layernorm,
-                prefetch=self.mlp.gate_up,
             )
         with jax.named_scope("feed_forward"):
             y = self.mlp(x)
@@ -119,7 +116,7 @@ class Block(nn.Module):
                 g = linear(h, self.per_layer_input_gate)
                 y = linear(gelu(g) * per_layer_input, self.per_layer_projection)
                 w = self.post_per_layer_input_norm
-        h, x = add(h, y, w, next_norm, scale=self.layer_scalar, prefetch=next_weight)
+        h, x = add(h, y, w, next_norm, scale=self.layer_scalar)
         return h, x, kv, keys
 
     def _norm(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -172,14 +169,13 @@ class Gemma4(nn.Module):
         stored = iter(state.layers) if state is not None else None
         written, keys = [], {}
         x = rms_norm(h, self.layers[0].input_layernorm, c.rms_norm_eps).astype(h.dtype)
-        following = [(b.input_layernorm, b.attention.qkv) for b in self.layers[1:]]
-        following.append((self.norm, None))
+        following = [*(b.input_layernorm for b in self.layers[1:]), self.norm]
         for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)
             kv = next(stored) if stored is not None and spec.owns_kv else None
             own = None if per_layer is None else per_layer[:, :, spec.index]
             h, x, kv, keys[spec.index] = block(
-                h, x, *after, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
+                h, x, after, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
             )
             if kv is not None:
                 written.append(kv)

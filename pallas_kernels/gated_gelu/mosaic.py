@@ -32,7 +32,8 @@ def gated_gelu(y: jax.Array | PartialSums, *, interpret: Any = None) -> jax.Arra
       Unsupported: another device, another dtype than bfloat16, F no multiple of 256, more than
         64 rows.
     """
-    blocks = 4 if interpret is not None else require_hopper()
+    if interpret is None:
+        require_hopper()
     F = y.shape[-1]
     M = y.size // (2 * F)
     if y.dtype != BF16:
@@ -40,45 +41,33 @@ def gated_gelu(y: jax.Array | PartialSums, *, interpret: Any = None) -> jax.Arra
     if F % COLUMNS or M > MOST_ROWS:
         raise Unsupported(f"y {y.shape}: takes up to {MOST_ROWS} rows, F a multiple of {COLUMNS}")
     parts = y.parts if isinstance(y, PartialSums) else y[None]
-    out = _launch(blocks, interpret, parts.reshape(-1, M, 2, F))
+    out = _launch(interpret, parts.reshape(-1, M, 2, F))
     return out.reshape(*y.shape[:-2], F)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch(blocks: int, interpret: Any, y: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _launch(interpret: Any, y: jax.Array) -> jax.Array:
     parts, M, _, F = y.shape
-    pieces = F // COLUMNS
     layout = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=COLUMNS // 128)
 
     def rounded(x):
         return x.astype(BF16).astype(jnp.float32)
 
-    def body(y_ref, out_ref):
-        def piece(n, _):
-            index = lax.axis_index("block") + n * blocks
+    def add_up_and_activate(y_ref, out_ref):
+        row, columns = lax.axis_index("row"), pl.ds(lax.axis_index("piece") * COLUMNS, COLUMNS)
 
-            @pl.when(index < M * pieces)
-            def _():
-                row, columns = index // pieces, pl.ds(lax.rem(index, pieces) * COLUMNS, COLUMNS)
+        def load(part, half):
+            piece = y_ref.at[part, row, half, columns]
+            return plgpu.load(piece, layout=layout).astype(jnp.float32)
 
-                def load(part, half):
-                    piece = y_ref.at[part, row, half, columns]
-                    return plgpu.load(piece, layout=layout).astype(jnp.float32)
-
-                gate, up = (
-                    rounded(add_up(load(part, half) for part in range(parts))) for half in (0, 1)
-                )
-                out_ref[row, columns] = (jax.nn.gelu(gate, approximate=True) * up).astype(BF16)
-
-            return 0
-
-        lax.fori_loop(0, -(-M * pieces // blocks), piece, 0)
+        gate, up = (rounded(add_up(load(part, half) for part in range(parts))) for half in (0, 1))
+        out_ref[row, columns] = (jax.nn.gelu(gate, approximate=True) * up).astype(BF16)
 
     return plgpu.kernel(
-        body,
+        add_up_and_activate,
         out_type=jax.ShapeDtypeStruct((M, F), BF16),
-        grid=(blocks,),
-        grid_names=("block",),
+        grid=(M, F // COLUMNS),
+        grid_names=("row", "piece"),
         interpret=interpret,
     )(y)

@@ -18,7 +18,6 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
-    prefetch: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Decode (T = 1) or verify (T > 1) over a global cache, the new positions already written.
@@ -36,8 +35,6 @@ def global_attention(
       length: int32 [B], positions before the new ones: query t sits at length + t.
       q_rotated: [B, T, N, P] compact form: the rotated widths of the queries, after RoPE.
       k_rotated: [B, K, S, P] compact form: the rotated widths of the keys, after RoPE.
-      prefetch: an array that is read next; an implementation may bring some of it closer
-        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -57,5 +54,4 @@ def global_attention(
         length,
         q_rotated=q_rotated,
         k_rotated=k_rotated,
-        prefetch=prefetch,
     )

@@ -15,7 +15,6 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
-    prefetch: jax.Array | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -27,7 +26,6 @@ def global_attention(
         length,
         q_rotated=q_rotated,
         k_rotated=k_rotated,
-        prefetch=prefetch,
         blocks=blocks,
         interpret=interpret,
     )

@@ -14,10 +14,8 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
-    prefetch: jax.Array | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.global_attention.global_attention`."""
-    del prefetch
     T, (_, K, S, _) = q.shape[1], v.shape
     position = length[:, None] + jnp.arange(T)  # [B, T]
     mask = jnp.arange(S) <= position[:, :, None]  # [B, T, S]

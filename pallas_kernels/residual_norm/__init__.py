@@ -18,7 +18,6 @@ def residual_norm(
     *,
     eps: float,
     scale: jax.Array | None = None,
-    prefetch: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Adds the normed output y of a sublayer to the residual h, and norms the sum for the next.
@@ -32,8 +31,6 @@ def residual_norm(
       next_w: [D] of the norm of the sum.
       eps: added to the mean square.
       scale: [1], multiplies the sum; None = 1.
-      prefetch: an array that is read next; an implementation may bring some of it closer
-        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -60,5 +57,4 @@ def residual_norm(
         next_w,
         eps=eps,
         scale=scale,
-        prefetch=prefetch,
     )

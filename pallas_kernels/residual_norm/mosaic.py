@@ -1,7 +1,6 @@
-"""residual_norm for a few rows on Hopper: one block a row, and weights prefetched meanwhile.
+"""residual_norm for a few rows on Hopper: one block a row.
 
-A row of 5,376 is some 60 KB of reads and writes: all latency. The other blocks have nothing to do
-but ask for the next weights, so that device memory stays busy.
+A row of 5,376 is some 60 KB of reads and writes: all latency.
 """
 
 import functools
@@ -13,14 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import l2_prefetch
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.partial_sums import PartialSums, add_up
 
 MOST_ROWS = 64
 MOST_PARTS = 8  # warpgroups of a row
 WARPS = 4  # of a warpgroup
-PREFETCH = 12 * 1024 * 1024  # bytes; what device memory delivers in the kernel's time
 
 
 def residual_norm(
@@ -31,7 +28,6 @@ def residual_norm(
     *,
     eps: float,
     scale: jax.Array | None = None,
-    prefetch: jax.Array | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.residual_norm.residual_norm`.
@@ -43,7 +39,8 @@ def residual_norm(
       Unsupported: another device, another dtype than bfloat16, D no multiple of 256 or above
         8,192, more than 64 rows.
     """
-    blocks = 1 if interpret is not None else require_hopper()
+    if interpret is None:
+        require_hopper()
     D = h.shape[-1]
     M = h.size // D
     for name, x in (("h", h), ("y", y), ("w", w), ("next_w", next_w)):
@@ -51,27 +48,22 @@ def residual_norm(
             raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
     if D % 256 or D > 8192 or M > MOST_ROWS:
         raise Unsupported(f"{M} rows of {D}: takes up to {MOST_ROWS} rows, D % 256 == 0 <= 8192")
-    extra = [x for x in (scale, None if interpret is not None else prefetch) if x is not None]
     parts = y.parts if isinstance(y, PartialSums) else y[None]
-    out = _launch(
-        eps, scale is not None, max(blocks, M), interpret, h.reshape(M, D),
-        parts.reshape(-1, M, D), w, next_w, *extra,
-    )  # fmt: skip
+    scales = [] if scale is None else [scale]
+    out = _launch(eps, interpret, h.reshape(M, D), parts.reshape(-1, M, D), w, next_w, *scales)
     return tuple(x.reshape(h.shape) for x in out)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(
     eps: float,
-    scaled: bool,
-    blocks: int,
     interpret: Any,
     h: jax.Array,
     y: jax.Array,
     w: jax.Array,
     next_w: jax.Array,
-    *extra: jax.Array,
+    *scales: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     (M, D), pieces = h.shape, y.shape[0]
     parts = max(p for p in range(1, MOST_PARTS + 1) if D % (256 * p) == 0)
@@ -80,9 +72,9 @@ def _launch(
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     sum_up = _sum_of_a_warpgroup(layout) if interpret is None else lambda x, _: jnp.sum(x)
 
-    def body(h_ref, y_ref, w_ref, next_ref, *refs):
-        *extra_refs, out_ref, normed_ref, sums, warp_sums, meet = refs
-        row, part = lax.axis_index("block"), lax.axis_index("part")
+    def add_and_norm(h_ref, y_ref, w_ref, next_ref, *refs):
+        *scale_refs, out_ref, normed_ref, sums, warp_sums, meet = refs
+        row, part = lax.axis_index("row"), lax.axis_index("part")
         own = pl.ds(part * width, width)
 
         def load(ref):
@@ -100,29 +92,21 @@ def _launch(
         def rounded(x):
             return x.astype(jnp.bfloat16).astype(jnp.float32)
 
-        @pl.when(row < M)
-        def _():
-            y = rounded(add_up(load(y_ref.at[i, row, own]) for i in range(pieces)))
-            h = load(h_ref.at[row, own])
-            w, next_w = load(w_ref.at[own]), load(next_ref.at[own])
-            h = rounded(h + rounded(norm(y, w, 0)))
-            if scaled:
-                h = rounded(h * extra_refs[0][0].astype(jnp.float32))
-            out_ref[row, own] = h.astype(jnp.bfloat16)
-            normed_ref[row, own] = norm(h, next_w, 1).astype(jnp.bfloat16)
-
-        if len(extra_refs) > scaled:
-
-            @pl.when(part == 0)
-            def _():
-                l2_prefetch.prefetch(extra_refs[-1], extra[-1], blocks, PREFETCH)
+        y = rounded(add_up(load(y_ref.at[i, row, own]) for i in range(pieces)))
+        h = load(h_ref.at[row, own])
+        w, next_w = load(w_ref.at[own]), load(next_ref.at[own])
+        h = rounded(h + rounded(norm(y, w, 0)))
+        for ref in scale_refs:
+            h = rounded(h * ref[0].astype(jnp.float32))
+        out_ref[row, own] = h.astype(jnp.bfloat16)
+        normed_ref[row, own] = norm(h, next_w, 1).astype(jnp.bfloat16)
 
     like = jax.ShapeDtypeStruct((M, D), h.dtype)
     return plgpu.kernel(
-        body,
+        add_and_norm,
         out_type=(like, like),
-        grid=(blocks,),
-        grid_names=("block",),
+        grid=(M,),
+        grid_names=("row",),
         num_threads=parts,
         thread_name="part",
         scratch_types=(
@@ -131,7 +115,7 @@ def _launch(
             plgpu.Barrier(num_barriers=2, num_arrivals=parts),
         ),
         interpret=interpret,
-    )(h, y, w, next_w, *extra)
+    )(h, y, w, next_w, *scales)
 
 
 def _sum_of_a_warpgroup(layout: Any) -> Any:

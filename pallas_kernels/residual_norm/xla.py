@@ -15,10 +15,8 @@ def residual_norm(
     *,
     eps: float,
     scale: jax.Array | None = None,
-    prefetch: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.residual_norm.residual_norm`."""
-    del prefetch
     h = h + _norm(summed(y), w, eps).astype(h.dtype)
     if scale is not None:
         h = h * scale

@@ -17,7 +17,6 @@ def ring_attention(
     length: jax.Array,
     *,
     window: int,
-    prefetch: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Decode (T = 1) or verify (T > 1) over a ring, as it lies: no gather, no rotation.
@@ -31,8 +30,6 @@ def ring_attention(
       k, v: [B, K, R, H] the ring, R >= window + T - 1. R a multiple of 64 runs fastest.
       length: int32 [B], positions before the new ones: query t sits at length + t.
       window: W, the keys that a query sees, itself included.
-      prefetch: an array that is read next; an implementation may bring some of it closer
-        meanwhile. Its values do not matter.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -49,6 +46,4 @@ def ring_attention(
             f"a ring of {R} slots cannot hold window {window} and {T} new positions: it needs "
             f"R >= {window + T - 1}"
         )
-    return dispatch.run(
-        IMPLEMENTATIONS, implementation, q, k, v, length, window=window, prefetch=prefetch
-    )
+    return dispatch.run(IMPLEMENTATIONS, implementation, q, k, v, length, window=window)

@@ -14,11 +14,8 @@ def ring_attention(
     length: jax.Array,
     *,
     window: int,
-    prefetch: jax.Array | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.ring_attention.ring_attention`, and `split_attention`."""
-    return split_attention(
-        q, k, v, length, window=window, prefetch=prefetch, blocks=blocks, interpret=interpret
-    )
+    return split_attention(q, k, v, length, window=window, blocks=blocks, interpret=interpret)

@@ -13,10 +13,8 @@ def ring_attention(
     length: jax.Array,
     *,
     window: int,
-    prefetch: jax.Array | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.ring_attention.ring_attention`."""
-    del prefetch
     T, (_, K, R, _) = q.shape[1], v.shape
     last = (length + T - 1)[:, None]  # [B, 1] newest position in the ring
     slot_position = last - (last - jnp.arange(R)) % R  # [B, R]

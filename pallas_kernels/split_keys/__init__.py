@@ -27,13 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import l2_prefetch
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import leave, meet, merge_splits
 from pallas_kernels.split_keys.warpgroups import SWIZZLED, attend, copy_tiles
 
-PREFETCH = 20 * 1024 * 1024  # bytes of what is read next, asked for while the splits are merged
 COMPUTE, COPY = 0, 1  # warpgroups
 
 
@@ -46,7 +44,6 @@ def split_attention(
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
     window: int | None = None,
-    prefetch: jax.Array | None = None,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -77,8 +74,7 @@ def split_attention(
     )
     queries = [_rows(x, shape) for x in (q, q_rotated) if x is not None]
     caches = [x for x in (k, k_rotated, v) if x is not None]
-    extra = [] if prefetch is None or interpret is not None else [prefetch]
-    return _launch(shape, interpret, length.astype(jnp.int32), queries, caches, extra)
+    return _launch(shape, interpret, length.astype(jnp.int32), queries, caches)
 
 
 def _rows(q: jax.Array, s: Shape) -> jax.Array:
@@ -103,7 +99,6 @@ def _launch(
     length: jax.Array,
     queries: list[jax.Array],
     caches: list[jax.Array],
-    extra: list[jax.Array],
 ) -> jax.Array:
     out = jax.ShapeDtypeStruct((s.B, s.T, s.K * s.G, s.H), jnp.bfloat16)
     splits = s.sizes * s.splits
@@ -137,13 +132,8 @@ def _launch(
     def block(counter_ref, length_ref, *refs, **scratch):
         q_refs, refs = refs[: len(queries)], refs[len(queries) :]
         cache_refs, refs = refs[: len(caches)], refs[len(caches) :]
-        extra_refs, refs = refs[: len(extra)], refs[len(extra) :]
         *out_ref, partial_ref, mass_ref = refs
         warpgroup = lax.axis_index("warpgroup")
-
-        def prefetch():
-            for ref, array in zip(extra_refs, extra, strict=True):
-                l2_prefetch.prefetch(ref, array, s.blocks, PREFETCH)
 
         @pl.when(warpgroup == COPY)
         def _():
@@ -151,7 +141,7 @@ def _launch(
 
         @pl.when(warpgroup == COMPUTE)
         def _():
-            attend(s, length_ref, partial_ref, mass_ref, prefetch, **scratch)
+            attend(s, length_ref, partial_ref, mass_ref, **scratch)
             if not s.interpreted:
                 meet(s, counter_ref)
                 merge_splits(s, length_ref, partial_ref, mass_ref, out_ref[0])
@@ -169,7 +159,7 @@ def _launch(
         scratch_types=scratch,
         num_threads=2,
         thread_name="warpgroup",
-    )(counter, length, *queries, *caches, *extra)
+    )(counter, length, *queries, *caches)
     if not s.interpreted:
         return results[0]
     return kernel(merge, out_type=out)(length, *results)

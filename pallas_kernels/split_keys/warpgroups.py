@@ -67,13 +67,8 @@ def copy_tiles(
     lax.fori_loop(0, items(s), step, (jnp.int32(0), jnp.int32(0)))
 
 
-def attend(
-    s: Shape, length_ref, partial_ref, mass_ref, prefetch, *, tiles, full, free, q_free, **scratch
-):
-    """Attends to the tiles of each item; writes its normalised result and its mass.
-
-    What is read next is prefetched once the tiles of the first item are here.
-    """
+def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_free, **scratch):
+    """Attends to the tiles of each item; writes its normalised result and its mass."""
     layout = plgpu.Layout.WGMMA
     out_buffer, mass_buffer = scratch["out_buffer"], scratch["mass_buffer"]
     totals = _totals(s, length_ref) if s.interpreted else None
@@ -124,7 +119,6 @@ def attend(
                 [fill((CHUNK, s.rows), 0.0) for _ in range(s.value_chunks)],
             )
             top, sums, out = lax.fori_loop(0, count, tile, start)
-            pl.when(n == 0)(prefetch)
             release(q_free, loaded, s.query_buffers, totals and totals[1])
             total = sums.sum(axis=0)
             mass_buffer[...] = jnp.where(total > 0, top + jnp.log2(total), LOWEST)
@@ -139,7 +133,6 @@ def attend(
             plgpu.copy_smem_to_gmem(mass_buffer, mass_ref.at[group, split])
             plgpu.wait_smem_to_gmem(0)
 
-        pl.when((n == 0) & (count == 0))(prefetch)
         return computed + count, loaded + (count > 0).astype(jnp.int32)
 
     lax.fori_loop(0, items(s), step, (jnp.int32(0), jnp.int32(0)))

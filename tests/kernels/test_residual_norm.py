@@ -86,8 +86,7 @@ def test_a_product_in_pieces(implementation):
 @pytest.mark.parametrize("M", [1, 4, 64])
 def test_mosaic_on_a_gpu(M, D):
     *arrays, scale = inputs((M,), D)
-    weights = jnp.ones((D, 4096), jnp.bfloat16)
-    out = residual_norm(*arrays, eps=EPS, scale=scale, prefetch=weights, implementation="mosaic")
+    out = residual_norm(*arrays, eps=EPS, scale=scale, implementation="mosaic")
     assert_close(out, expected(*arrays, scale, "bfloat16"), "bfloat16")
     for _ in range(20):  # warpgroups that race for memory do not do so every time
         again = residual_norm(*arrays, eps=EPS, scale=scale, implementation="mosaic")
@@ -97,12 +96,10 @@ def test_mosaic_on_a_gpu(M, D):
 @pytest.mark.parametrize("D", [5376, 3840, 2816, 2560, 1536])
 def test_lowers_for_an_h200_at_the_published_widths(D):
     def run(*args):
-        *arrays, scale, weights = args
-        kernel = {"scale": scale, "prefetch": weights, "implementation": "mosaic"}
-        return residual_norm(*arrays, eps=EPS, **kernel)
+        *arrays, scale = args
+        return residual_norm(*arrays, eps=EPS, scale=scale, implementation="mosaic")
 
-    weights = jax.ShapeDtypeStruct((D, 32768), jnp.bfloat16)
-    assert "mosaic_gpu" in lower_for_h200(run, *inputs((1, 1), D), weights)
+    assert "mosaic_gpu" in lower_for_h200(run, *inputs((1, 1), D))
 
 
 @pytest.mark.parametrize(
