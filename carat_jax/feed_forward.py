@@ -8,7 +8,7 @@ from jax import lax
 from carat_jax.config import GemmaConfig
 from carat_jax.layers import linear, linear_share, rms_norm, weight
 from carat_jax.sharding import MODEL
-from pallas_kernels import PartialSums, expert_matmul, gated_gelu
+from pallas_kernels import PartialSums, choose_experts, expert_matmul, gated_gelu
 
 
 class MLP(nn.Module):
@@ -73,9 +73,7 @@ class Experts(nn.Module):
         c = self.config
         r = rms_norm(residual, None, c.rms_norm_eps) * self.router_scale
         logits = linear(r * c.hidden_size**-0.5, self.router, jnp.float32)
-        share, index = lax.top_k(jax.nn.softmax(logits, axis=-1), c.top_k_experts)
-        share = share / share.sum(-1, keepdims=True)
-        return index, share * self.per_expert_scale.astype(jnp.float32)[index]
+        return choose_experts(logits, self.per_expert_scale, k=c.top_k_experts)
 
 
 def _of_this_device(index: jax.Array, E: int) -> jax.Array:

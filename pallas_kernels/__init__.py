@@ -7,6 +7,7 @@ W window, P rotated widths of a head.
 """
 
 from pallas_kernels.attention_inputs import AttentionInputs, attention_inputs
+from pallas_kernels.choose_experts import choose_experts
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.expert_matmul import expert_matmul
 from pallas_kernels.gated_gelu import gated_gelu
@@ -22,6 +23,7 @@ __all__ = [
     "PartialSums",
     "Unsupported",
     "attention_inputs",
+    "choose_experts",
     "expert_matmul",
     "gated_gelu",
     "global_attention",
