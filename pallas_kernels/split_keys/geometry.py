@@ -10,7 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILE = 64  # keys; the M of a matrix instruction
 CHUNK = 128  # widths that one copy brings; 16 KiB with 64 keys
-ROWS = (8, 16, 32)  # query rows that one product may have; more are cut into blocks
+ROWS = (8, 16, 32, 40)  # query rows that one product may have; more are cut into blocks
+MOST_BUFFERED_ROWS = 16  # of which the next item's are loaded meanwhile
 SHARED_BYTES = 220 * 1024  # of the 227 KiB that a block may use; the rest is for barriers
 
 
@@ -41,11 +42,12 @@ class Shape:
     @property
     def rows(self) -> int:
         """Query rows of a product, padded."""
-        return next((r for r in ROWS if r >= self.G * self.T), ROWS[-1])
+        return next(r for r in ROWS if r * self.row_blocks >= self.G * self.T)
 
     @property
     def row_blocks(self) -> int:
-        return -(-self.G * self.T // self.rows)
+        """Products for a KV head; each of them reads its keys and values."""
+        return -(-self.G * self.T // ROWS[-1])
 
     @property
     def groups(self) -> int:
@@ -77,7 +79,7 @@ class Shape:
 
     @property
     def query_buffers(self) -> int:
-        return 2 if self.rows < ROWS[-1] else 1
+        return 2 if self.rows <= MOST_BUFFERED_ROWS else 1
 
     @property
     def buffers(self) -> int:

@@ -231,7 +231,7 @@ def overwritten(cache: jax.Array, length: jax.Array, kept: int, fill: float) -> 
 
 @pytest.mark.gpu
 @every_implementation
-@pytest.mark.parametrize("T", [1, 2, 4, 8, MOST])
+@pytest.mark.parametrize("T", [1, 2, 4, 5, 8, MOST])
 @pytest.mark.parametrize("heads", PUBLISHED_GLOBAL, ids=str)
 def test_the_published_shapes(implementation, heads, T):
     out = call(op, implementation, step(heads, T), must_run=on_hopper())
@@ -247,7 +247,7 @@ def test_a_row_of_the_kernel_has_the_same_bits_in_every_call(heads):
     verified = run(step(heads, MOST))
     B = len(verified)
     every = heads == PUBLISHED_GLOBAL[0]
-    for T in range(1, MOST) if every else (1, 2, 4, 8):
+    for T in range(1, MOST) if every else (1, 2, 4, 5, 8):
         np.testing.assert_array_equal(run(step(heads, T))[:B], verified[:, :T])
     changed = run(step(heads, MOST, kept=2, fill=0.5))
     np.testing.assert_array_equal(changed[:, :2], verified[:, :2])

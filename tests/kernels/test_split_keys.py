@@ -75,6 +75,7 @@ def test_a_ring(heads, lengths, T, W, R, blocks):
         (COMPACT, [126, 252], 4, 256, 2),  # splits grow at 128 and 256: one row meets that
         (PLAIN, [65, 125], 4, 192, 2),
         (NARROW, [120], 16, 192, 2),  # 128 query rows in four blocks, both sizes of splits
+        (NARROW, [125], 5, 192, 2),  # 40 query rows in one
         (TWO_PLAIN, [61, 130], 4, 192, 2),  # more groups than blocks: splits grow at every tile
     ],
     ids=str,
@@ -135,11 +136,12 @@ def lowered(heads: Heads, arguments: dict) -> str:
 
 
 # (B, T): a decode step, a verify step, and many rows of query blocks. More where the kernel has
-# tiles of 8, 16 and 32 query rows for T = 1, 4 and 16, and for the size that is tuned most.
+# tiles of 8, 16 and 32 query rows for T = 1, 4 and 16, and for the size that is tuned most: 40
+# for T = 5, the most that a tile takes.
 SOME = [(1, 1), (8, 16)]
-MORE = {"31b": [(1, 1), (8, 1), (1, 4), (8, 16)], "e4b": [(1, 1), (1, 4), (8, 16)]}
+MORE = {"31b": [(1, 1), (8, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 1), (1, 4), (8, 16)]}
 # Heads of 26B-A4B are those of 31B, only fewer.
-QUICK = {"31b": [(1, 1), (1, 4), (8, 16)], "e4b": [(1, 4)], "26b-a4b": []}
+QUICK = {"31b": [(1, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 4)], "26b-a4b": []}
 
 
 @pytest.mark.parametrize(
