@@ -198,10 +198,9 @@ class AssistantModel(nn.Module):
             for kind, spec in zip(c.layer_types, self.config.layers, strict=True)
         }
         x = rms_norm(h, self.layers[0].input_layernorm, c.rms_norm_eps).astype(h.dtype)
-        following = [(b.input_layernorm, b.attention.qkv) for b in self.layers[1:]]
-        following.append((self.norm, self.embed_tokens))
+        following = [*(b.input_layernorm for b in self.layers[1:]), self.norm]
         for kind, block, after in zip(c.layer_types, self.layers, following, strict=True):
-            h, x, _, _ = block(h, x, *after, None, angles[kind], step, None, lent[kind])
+            h, x, _, _ = block(h, x, after, None, angles[kind], step, None, lent[kind])
         return x, linear(x, self.post_projection)
 
     def scores(self, y: jax.Array, token_ordering: jax.Array | None) -> Scores:
