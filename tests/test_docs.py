@@ -181,8 +181,8 @@ def test_what_others_take_and_the_step_beside_it_are_as_stored():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     table = text.partition("| | ms a step |\n")[2].partition("\n\n")[0]
     told = [float(ms) for ms in re.findall(r"\| ([\d.]+) \|$", table, re.M)]
-    (own,) = results("speculative_31b.json")
-    assert told == [round(own["step_ms"], 1), *(row["ms"] for row in results("peers_31b.json"))]
+    own, _ = results("decode_31b.json")
+    assert told == [round(own["ms"], 1), *(row["ms"] for row in results("peers_31b.json"))]
 
 
 def test_the_sums_over_devices_are_as_stored():
@@ -196,6 +196,25 @@ def test_the_sums_over_devices_are_as_stored():
     assert len(told) == 7
     for bare, added in told:
         assert any(abs(bare - b) <= 0.0501 and abs(added - a) <= 0.0501 for b, a in measured), bare
+
+
+def test_the_table_of_attention_was_measured():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    pattern = r"^\| (ring|global)[^|]*, ([\d,]+) (?:keys|positions) \| ([^|]+)\|(.*)\|[^|]*\|$"
+    stated = re.findall(pattern, page, re.M)
+    assert len(stated) == 5
+    rows = results("attention_31b.json")
+    assert not any(row["void"] for row in rows)
+    for op, context, floor, cells in stated:
+        found = {
+            row["tokens"]: row
+            for row in rows
+            if (row["op"], row["context"]) == (op, int(context.replace(",", "")))
+        }
+        assert abs(found[1]["floor_us"] - float(floor)) <= half_a_digit(floor.strip())
+        for tokens, cell in zip((1, 4, 5), cells.split("|"), strict=True):
+            us = found[tokens]["us"]
+            assert abs(us - float(cell)) <= half_a_digit(cell.strip()), (op, context, tokens)
 
 
 ABLATION = {  # rows of the table: variant, and which key counts
