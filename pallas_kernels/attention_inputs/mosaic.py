@@ -8,7 +8,7 @@ Bytes, 31B at T = 1: a local layer has 64 rows of 256, 33 KB in (bfloat16, in on
 out; a global one 36 rows of 512, 516 KB in (float32, seven pieces) and 46 KB out. At 4.69 TB/s
 that is 0.01 and 0.12 µs, so latency is all there is: launch, one round of loads (the product is
 still in L2, the weights of the norms and the angles need not be), one sum over a warpgroup, one
-round of stores. Predicted, not measured: 3 µs a layer, where XLA has several kernels.
+round of stores. Predicted 3 µs a layer, where XLA has several kernels; measured 1.65 within a step.
 
 Row independence: a row meets no other row, and its sums have a fixed order.
 """
