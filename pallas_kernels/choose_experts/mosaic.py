@@ -7,8 +7,8 @@ block `jnp.max` and `jnp.sum` have their scratch memory to themselves.)
 
 Bytes, 26B-A4B at one token: 128 logits and scales in, 64 bytes out. Comparisons, 128 a thread, are
 some 640 instructions for each of the four schedulers, 0.4 µs; two reductions over the warpgroup
-are 0.1 µs each. The rest is launch, one round of loads and one of stores. Predicted, not timed alone:
-2 µs a layer, where XLA has six kernels of 8.8 µs together.
+are 0.1 µs each. The rest is launch, one round of loads and one of stores. Predicted 2 µs a layer,
+where XLA has six kernels of 8.8 µs together; not timed alone.
 
 Row independence: a row meets no other row, and its sum has a fixed order.
 """
