@@ -217,6 +217,34 @@ def test_the_table_of_attention_was_measured():
             assert abs(us - float(cell)) <= half_a_digit(cell.strip()), (op, context, tokens)
 
 
+KERNELS_OF_A_STEP = {  # rows of the table: the kernel's name in profiles
+    "products with weights (floor 13.1)": "multiply_tiles",
+    "attention": "attention",
+    "residual sums and norms": "add_and_norm",
+    "GELU, and the sums of its product's pieces": "add_up_and_activate",
+    "norms of heads, RoPE, writes of the cache": "norm_turn_store",
+    "padding of queries": "loop_pad_fusion",
+    "all kernels": None,
+}
+
+
+def test_the_table_of_a_steps_kernels_was_measured():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = page.partition("\n| | T = 1 | T = 5 |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.*) \| (\S+) \| (\S+) \|$", table, re.M)
+    assert [row[0] for row in rows] == list(KERNELS_OF_A_STEP)
+    stored = json.loads((ROOT / "benchmarks/h200/kernels_31b.json").read_text())["whole_step"]
+    for column, step in enumerate(stored[:2], 1):
+        us = {kernel["kernel"]: kernel["us"] for kernel in step["kernels"]}
+        us[None] = step["busy_us"]
+        for row in rows:
+            cell, kernel = row[column], KERNELS_OF_A_STEP[row[0]]
+            if cell == "–":
+                assert kernel not in us
+            else:
+                assert abs(us[kernel] / 1000 - float(cell)) <= half_a_digit(cell), row
+
+
 ABLATION = {  # rows of the table: variant, and which key counts
     "ring": ("ring", None),
     "pages of 64": ("pages of 64", None),
