@@ -9,7 +9,7 @@ from pallas_kernels.partial_sums import PartialSums
 
 __all__ = ["AttentionInputs", "attention_inputs"]
 
-# Best first by prediction; not measured yet (docs/kernels.md).
+# Best first on an H200: docs/kernels.md has the figures.
 IMPLEMENTATIONS = {"mosaic": mosaic.attention_inputs, "xla": xla.attention_inputs}
 
 
@@ -50,7 +50,8 @@ def attention_inputs(
         weight zero, and zero times NaN is NaN.
       group: G, query heads of a KV head.
       eps: added to the mean square.
-      ring: position p is stored in slot p mod S; else in slot p, or nowhere if there is none.
+      ring: position p is stored in slot p mod S, of which there must be T; else in slot p, or
+        nowhere if there is none.
       k, v, k_rotated: the caches [B, K, S, width] to write to, donated through: v and one of the
         others, or none at all.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
@@ -59,7 +60,7 @@ def attention_inputs(
       ValueError: shapes that do not fit, caches of another form, an unknown implementation.
       Unsupported: the named implementation cannot take these shapes, this dtype or the device.
     """
-    _check(y, q_norm, k_norm, cos, sin, length, new, group, k, v, k_rotated)
+    _check(y, q_norm, k_norm, cos, sin, length, new, group, ring, k, v, k_rotated)
     return dispatch.run(
         IMPLEMENTATIONS,
         implementation,
@@ -79,7 +80,7 @@ def attention_inputs(
     )
 
 
-def _check(y, q_norm, k_norm, cos, sin, length, new, group, k, v, k_rotated) -> None:
+def _check(y, q_norm, k_norm, cos, sin, length, new, group, ring, k, v, k_rotated) -> None:
     if y.ndim != 5 or y.shape[3] - group not in (0, 1, 2):
         raise ValueError(
             f"y {y.shape} must be [B, T, K, group + own, H] with own 0, 1 or 2; group is {group}"
@@ -106,3 +107,8 @@ def _check(y, q_norm, k_norm, cos, sin, length, new, group, k, v, k_rotated) -> 
     if given != wanted:
         wanted = {name: f"({B}, {K}, S, {width})" for name, width in widths.items()} if own else {}
         raise ValueError(f"caches {given} do not fit y {y.shape}: it needs {wanted or 'none'}")
+    if ring and T > slots[0]:
+        raise ValueError(
+            f"a ring of {slots[0]} slots cannot hold {T} new positions: give it {T} slots or more, "
+            "or no cache, and store the newest"
+        )
