@@ -93,12 +93,7 @@ class Block(nn.Module):
         with jax.named_scope("attention"):
             a, kv, keys = self.attention(x, angles, step, kv, lent)
             (a,) = total(self.shards, h.dtype, a)
-            h, x = add(
-                h,
-                a,
-                self.post_attention_layernorm,
-                self.pre_feedforward_layernorm,
-            )
+            h, x = add(h, a, self.post_attention_layernorm, self.pre_feedforward_layernorm)
         with jax.named_scope("feed_forward"):
             y = self.mlp(x)
             if not c.num_experts:
@@ -247,7 +242,7 @@ def hidden_states(
       tokens: int32 [B, T].
       state: the past, or None: the tokens are all there is, and nothing is stored.
       new: int32 [B], how many of the T tokens of a row are real; None = all.
-      implementation: of the attention ops.
+      implementation: as in `Step`.
 
     Raises:
       ValueError: tokens that are not integer [B, T], or a state or new of another B.
@@ -337,7 +332,7 @@ def forward(
       state: from `init_state`, or None for a pass over the tokens alone. The caller keeps
         state.length + T within its max_context: later positions are not stored.
       new: int32 [B], how many of the T tokens of each row are real (right padding); None = all.
-      implementation: of the attention ops, by name; None = the best.
+      implementation: by name, as in `Step`; None = the best.
 
     Raises:
       ValueError: tokens that are not integer [B, T], or a state or new of another B.

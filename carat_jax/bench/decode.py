@@ -225,7 +225,7 @@ def _short(name: str, dtype: str) -> GemmaConfig:
 
     Random layers magnify the rounding of bfloat16, the more of them the more. A mixture is
     compared in float32, since its random routers are nearly tied and rounding alone sends a token
-    to other experts. That leaves out the kernels but `choose_experts`, which take bfloat16 only.
+    to other experts. Of the kernels only `choose_experts` runs then: the others take bfloat16.
     """
     config = GemmaConfig.preset(name)
     kinds = ("sliding_attention", "full_attention")
