@@ -153,6 +153,7 @@ class Attention(nn.Module):
             eps=c.rms_norm_eps,
             ring=s.window is not None,
             **({} if kv is None or chunk else kv_state.arrays(kv)),
+            # The kernel is for a few positions.
             implementation=step.implementation if step.decode else "xla",
         )
         keys = lent
