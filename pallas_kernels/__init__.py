@@ -15,6 +15,7 @@ from pallas_kernels.global_attention import global_attention
 from pallas_kernels.partial_sums import PartialSums, summed
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.residual_norm import residual_norm
+from pallas_kernels.residual_norm_matmul import residual_norm_matmul
 from pallas_kernels.ring_attention import ring_attention
 from pallas_kernels.skinny_matmul import skinny_matmul
 
@@ -29,6 +30,7 @@ __all__ = [
     "global_attention",
     "prefill_attention",
     "residual_norm",
+    "residual_norm_matmul",
     "ring_attention",
     "skinny_matmul",
     "summed",
