@@ -5,7 +5,7 @@ tiles arrive. Here one warpgroup of each block asks for as many tiles as its rin
 others norm the row, each block for itself, into shared memory; then it multiplies. Only the first
 block writes the residual.
 
-For 31B a block reads 95 KB out of L2 to do so, 63 of them the three pieces of y: 12 MB in all.
+For 31B a block reads 97 KB out of L2 to do so, 65 of them the three pieces of y: 13 MB in all.
 A further row would be another 10 MB, so that with a few it would take longer than a norm by
 itself: more rows than one are left to the two ops. Their bits are the same, for the norm is
 `residual_norm.row`'s and the product `skinny_matmul.stream`'s.
