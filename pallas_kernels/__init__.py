@@ -1,9 +1,9 @@
 """Attention and expert products for Gemma 4 in JAX: arrays in, arrays out.
 
 One folder an op. Its `__init__` holds the public function, `xla.py` the implementation that is
-the reference, the CPU path and a contender on GPU. Axis letters: B sequence, T new position,
-N query head, K KV head, G = N / K, H head width, S slot of a global cache, R slot of a ring,
-W window, P rotated widths of a head.
+the reference, the CPU path and a contender on GPU; `apart.py` is that of an op made of two. Axis
+letters: B sequence, T new position, N query head, K KV head, G = N / K, H head width, S slot of a
+global cache, R slot of a ring, W window, P rotated widths of a head.
 """
 
 from pallas_kernels.attention_inputs import AttentionInputs, attention_inputs

@@ -66,7 +66,7 @@ def residual_norm_matmul(
     if len(h) != 1:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes one")
     form = row.Row(h.shape[-1], eps, interpreted)
-    if form.parts == MOST_WARPGROUPS:
+    if form.parts + 1 > MOST_WARPGROUPS:
         raise Unsupported(f"h {h.shape}: its norm leaves no warpgroup for the product")
     D, F = matrix.shape
     stages = (MEMORY - HEIGHT * D * 2) // stream.TILE_BYTES
