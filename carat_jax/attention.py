@@ -11,7 +11,7 @@ from jax import lax
 from carat_jax import kv_state
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.kv_state import KVState, LayerKV, RingKV
-from carat_jax.layers import linear, linear_share, weight
+from carat_jax.layers import linear_share, weight
 from pallas_kernels import (
     AttentionInputs,
     PartialSums,
@@ -117,16 +117,16 @@ class Attention(nn.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        y: jax.Array | PartialSums,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
         kv: LayerKV | None,
         lent: Keys | None,
     ) -> tuple[jax.Array | PartialSums, LayerKV | None, Keys]:
-        """Attends with x [B, T, D].
+        """Attends with the queries of T positions, and gives them keys and values.
 
         Args:
-          x: normed residual.
+          y: [B, T, K, x, H], product of the normed residual with `qkv`.
           angles: cosine and sine from `rope.angles` for this layer's type.
           step: where the T positions sit.
           kv: this layer's own cache, or None (no state, or a borrowing layer).
@@ -137,13 +137,13 @@ class Attention(nn.Module):
           and values attended to.
         """
         c, s = self.config, self.spec
-        B, T, D = x.shape
+        B, T = y.shape[:2]
         K, G, H = s.num_kv_heads, s.group, s.head_dim
-        o = self.o.reshape(K * G * H, D)
+        o = self.o.reshape(K * G * H, c.hidden_size)
         # A chunk may be longer than a ring, which is therefore read before it is written.
         chunk = isinstance(kv, RingKV) and not step.decode
         inputs = attention_inputs(
-            linear(x, self.qkv, partial=True),
+            y,
             self.q_norm,
             self.k_norm if s.owns_kv else lent.k_norm,
             *angles,

@@ -26,9 +26,8 @@ class MLP(nn.Module):
         self.gate_up = weight(self, "gate_up", (D, 2, self.width), self.config)
         self.down = weight(self, "down", (self.width, D), self.config)
 
-    def __call__(self, x: jax.Array) -> jax.Array | PartialSums:
-        """[B, T, D] -> [B, T, D], for `total`."""
-        y = linear(x, self.gate_up, partial=True)
+    def __call__(self, y: jax.Array | PartialSums) -> jax.Array | PartialSums:
+        """[B, T, 2, F], the product with gate_up -> [B, T, D], for `total`."""
         return linear_share(gated_gelu(y), self.down, self.shards)
 
 

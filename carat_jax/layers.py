@@ -1,5 +1,7 @@
 """The small parts that every module of the model uses: weights, products, norms."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,13 @@ from jax.typing import DTypeLike
 
 from carat_jax.config import GemmaConfig
 from carat_jax.sharding import MODEL
-from pallas_kernels import PartialSums, skinny_matmul, summed
+from pallas_kernels import (
+    PartialSums,
+    residual_norm,
+    residual_norm_matmul,
+    skinny_matmul,
+    summed,
+)
 
 
 def weight(module: nn.Module, name: str, shape: tuple[int, ...], config: GemmaConfig) -> jax.Array:
@@ -65,6 +73,60 @@ def total(
 def whole(shards: int, x: jax.Array) -> jax.Array:
     """x on every device of the `model` axis, of which each has a part of its last axis."""
     return x if shards == 1 else lax.all_gather(x, MODEL, axis=x.ndim - 1, tiled=True)
+
+
+class Entry(NamedTuple):
+    """What a reader of the residual begins with.
+
+    Attributes:
+      norm: [D].
+      matrix: [D, ...], whose product with the normed residual is all that is read of it; None: it
+        is read itself.
+    """
+
+    norm: jax.Array
+    matrix: jax.Array | None
+
+
+def enter(h: jax.Array, entry: Entry, eps: float) -> jax.Array | PartialSums:
+    """What the reader reads of the residual h [..., D]."""
+    x = rms_norm(h, entry.norm, eps).astype(h.dtype)
+    return x if entry.matrix is None else linear(x, entry.matrix, partial=True)
+
+
+def add_and_enter(
+    h: jax.Array,
+    y: jax.Array | PartialSums,
+    w: jax.Array,
+    entry: Entry,
+    eps: float,
+    scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | PartialSums]:
+    """Adds the normed output y [..., D] of a sublayer to the residual h.
+
+    Args:
+      w: [D] of the norm of y.
+      entry: of what reads the sum next.
+      scale: [1], multiplies the sum; None = 1.
+
+    Returns:
+      The new residual, and what `enter` gives of it.
+    """
+    if entry.matrix is None:
+        return residual_norm(h, y, w, entry.norm, eps=eps, scale=scale)
+    D, shape = h.shape[-1], entry.matrix.shape[1:]
+    new, product = residual_norm_matmul(
+        h.reshape(-1, D),
+        y.reshape(-1, D),
+        w,
+        entry.norm,
+        entry.matrix.reshape(D, -1),
+        eps=eps,
+        out=entry.matrix.dtype,
+        scale=scale,
+        partial=True,
+    )
+    return new.reshape(h.shape), product.reshape(*h.shape[:-1], *shape)
 
 
 def rms_norm(x: jax.Array, w: jax.Array | None, eps: float) -> jax.Array:

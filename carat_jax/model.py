@@ -19,9 +19,19 @@ from carat_jax.attention import Attention, Keys, Step
 from carat_jax.config import GemmaConfig, LayerSpec
 from carat_jax.feed_forward import MLP, Experts
 from carat_jax.kv_state import KVState, LayerKV
-from carat_jax.layers import gelu, linear, rms_norm, total, weight, whole
+from carat_jax.layers import (
+    Entry,
+    add_and_enter,
+    enter,
+    gelu,
+    linear,
+    rms_norm,
+    total,
+    weight,
+    whole,
+)
 from carat_jax.sharding import MODEL
-from pallas_kernels import residual_norm, summed
+from pallas_kernels import PartialSums, summed
 
 Params = dict[str, Any]
 
@@ -32,8 +42,9 @@ class Block(nn.Module):
     With `shards` > 1 it is the share of one of so many devices, under `shard_map`: of heads,
     MLP width and experts. The residual is the same on all of them.
 
-    The norm of its input belongs to this layer, but is taken where the residual is formed: by the
-    layer before, in one step with the sum (`residual_norm`).
+    The norm of its input and the product after it belong to this layer, but are taken where the
+    residual is formed: by the layer before, in one step with the sum (`residual_norm_matmul`).
+    Within the layer, the MLP's are taken likewise.
     """
 
     config: GemmaConfig
@@ -65,37 +76,44 @@ class Block(nn.Module):
             self.post_per_layer_input_norm = weight(self, "post_per_layer_input_norm", (D,), c)
         self.layer_scalar = weight(self, "layer_scalar", (1,), c)
 
+    @property
+    def entry(self) -> Entry:
+        """What the layer begins with."""
+        return Entry(self.input_layernorm, self.attention.qkv)
+
     def __call__(
         self,
         h: jax.Array,
-        x: jax.Array,
-        next_norm: jax.Array,
+        y: jax.Array | PartialSums,
+        following: Entry,
         per_layer_input: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
         kv: LayerKV | None,
         lent: Keys | None,
-    ) -> tuple[jax.Array, jax.Array, LayerKV | None, Keys]:
+    ) -> tuple[jax.Array, jax.Array | PartialSums, LayerKV | None, Keys]:
         """Runs the layer.
 
         Args:
           h: residual [B, T, D].
-          x: h under `input_layernorm`.
-          next_norm: [D] weight of the norm that what follows begins with.
+          y: what `entry` reads of h.
+          following: what reads the new residual.
           per_layer_input: [B, T, P] or None.
           angles, step, kv, lent: as in `Attention`.
 
         Returns:
-          The new residual and its norm; the cache and the keys, as in `Attention`.
+          The new residual, and what `following` reads of it; the cache and the keys, as in
+          `Attention`.
         """
         c = self.config
-        add = functools.partial(residual_norm, eps=c.rms_norm_eps)
+        add = functools.partial(add_and_enter, eps=c.rms_norm_eps)
         with jax.named_scope("attention"):
-            a, kv, keys = self.attention(x, angles, step, kv, lent)
+            a, kv, keys = self.attention(y, angles, step, kv, lent)
             (a,) = total(self.shards, h.dtype, a)
-            h, x = add(h, a, self.post_attention_layernorm, self.pre_feedforward_layernorm)
         with jax.named_scope("feed_forward"):
-            y = self.mlp(x)
+            mlp = Entry(self.pre_feedforward_layernorm, self.mlp.gate_up)
+            h, y = add(h, a, self.post_attention_layernorm, mlp)
+            y = self.mlp(y)
             if not c.num_experts:
                 (y,) = total(self.shards, h.dtype, y)
             else:
@@ -107,12 +125,12 @@ class Block(nn.Module):
         w = self.post_feedforward_layernorm
         if per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
-                h, _ = add(h, y, w, w)  # what it norms for the next product is not needed
+                h, _ = add(h, y, w, Entry(w, None))  # what it norms is not needed
                 g = linear(h, self.per_layer_input_gate)
                 y = linear(gelu(g) * per_layer_input, self.per_layer_projection)
                 w = self.post_per_layer_input_norm
-        h, x = add(h, y, w, next_norm, scale=self.layer_scalar)
-        return h, x, kv, keys
+        h, y = add(h, y, w, following, scale=self.layer_scalar)
+        return h, y, kv, keys
 
     def _norm(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return rms_norm(x, w, self.config.rms_norm_eps).astype(x.dtype)
@@ -163,14 +181,14 @@ class Gemma4(nn.Module):
         angles = {spec.window: rope.angles(positions, spec) for spec in c.layers}
         stored = iter(state.layers) if state is not None else None
         written, keys = [], {}
-        x = rms_norm(h, self.layers[0].input_layernorm, c.rms_norm_eps).astype(h.dtype)
-        following = [*(b.input_layernorm for b in self.layers[1:]), self.norm]
+        y = enter(h, self.layers[0].entry, c.rms_norm_eps)
+        following = [*(block.entry for block in self.layers[1:]), Entry(self.norm, None)]
         for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)
             kv = next(stored) if stored is not None and spec.owns_kv else None
             own = None if per_layer is None else per_layer[:, :, spec.index]
-            h, x, kv, keys[spec.index] = block(
-                h, x, after, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
+            h, y, kv, keys[spec.index] = block(
+                h, y, after, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
             )
             if kv is not None:
                 written.append(kv)
@@ -178,7 +196,7 @@ class Gemma4(nn.Module):
         self.sow("intermediates", "keys", keys)
         if state is not None:
             state = KVState(layers=tuple(written), length=state.length + step.new)
-        return x, state
+        return y, state
 
     def declare(self) -> None:
         """Makes every weight and computes nothing, for `init`."""

@@ -1,9 +1,9 @@
 """Attention and expert products for Gemma 4 in JAX: arrays in, arrays out.
 
 One folder an op. Its `__init__` holds the public function, `xla.py` the implementation that is
-the reference, the CPU path and a contender on GPU. Axis letters: B sequence, T new position,
-N query head, K KV head, G = N / K, H head width, S slot of a global cache, R slot of a ring,
-W window, P rotated widths of a head.
+the reference, the CPU path and a contender on GPU; `apart.py` is that of an op made of two. Axis
+letters: B sequence, T new position, N query head, K KV head, G = N / K, H head width, S slot of a
+global cache, R slot of a ring, W window, P rotated widths of a head.
 """
 
 from pallas_kernels.attention_inputs import AttentionInputs, attention_inputs
@@ -15,6 +15,7 @@ from pallas_kernels.global_attention import global_attention
 from pallas_kernels.partial_sums import PartialSums, summed
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.residual_norm import residual_norm
+from pallas_kernels.residual_norm_matmul import residual_norm_matmul
 from pallas_kernels.ring_attention import ring_attention
 from pallas_kernels.skinny_matmul import skinny_matmul
 
@@ -29,6 +30,7 @@ __all__ = [
     "global_attention",
     "prefill_attention",
     "residual_norm",
+    "residual_norm_matmul",
     "ring_attention",
     "skinny_matmul",
     "summed",

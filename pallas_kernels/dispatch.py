@@ -26,10 +26,10 @@ def run(
 ) -> Any:
     """Calls the implementation named, or the first in order that takes the inputs.
 
-    Gradients are those of "xla": the kernels have none of their own.
+    Gradients are those of the last: the kernels have none of their own.
 
     Args:
-      implementations: by name, best first; "xla" among them.
+      implementations: by name, best first; the last is the reference, in plain JAX.
       implementation: a name, then that one runs or its error is raised; None tries them in order.
 
     Raises:
@@ -53,14 +53,15 @@ def run(
 def _differentiable(
     implementations: Mapping[str, Implementation], name: str
 ) -> Callable[[tuple, dict], Any]:
-    """The implementation as a function of its arguments, with the gradient of "xla"."""
+    """The implementation as a function of its arguments, with the gradient of the last."""
+    *_, last = implementations
 
     def call(args: tuple, kwargs: dict) -> Any:
         arrays = {key: x for key, x in kwargs.items() if isinstance(x, jax.Array)}
         static = {key: x for key, x in kwargs.items() if key not in arrays}
 
         def reference(args, arrays):
-            return implementations["xla"](*args, **arrays, **static)
+            return implementations[last](*args, **arrays, **static)
 
         @jax.custom_vjp
         def run(args, arrays):
@@ -75,7 +76,7 @@ def _differentiable(
         run.defvjp(forward, backward)
         return run(args, arrays)
 
-    if name == "xla":
+    if name == last:
         return lambda args, kwargs: implementations[name](*args, **kwargs)
     return call
 

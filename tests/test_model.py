@@ -1,4 +1,4 @@
-"""The model against the stored outputs of Hugging Face transformers, and its sizes."""
+"""The model against the stored outputs of Hugging Face transformers; its sizes and kernels."""
 
 import dataclasses
 import functools
@@ -21,10 +21,12 @@ from fixture_models import (
     step,
 )
 
+from carat_jax import layers
 from carat_jax.attention import Keys
 from carat_jax.config import FULL, PRESETS, GemmaConfig
 from carat_jax.model import embedding_scale, forward, hidden_states
 from carat_jax.params import abstract_params, init_params, num_params, param_bytes
+from pallas_kernels import residual_norm_matmul
 
 
 @functools.cache
@@ -268,3 +270,30 @@ def test_the_state_is_donated():
     ids = np.tile(m.ids, (len(LENGTHS), 1))
     next(feed(m, state, ids, np.full(len(LENGTHS), 90), T=1))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.layers))
+
+
+# --- What reaches the kernels --------------------------------------------------------------------
+
+
+@each_model
+def test_norms_are_taken_together_with_the_products_after_them(name, monkeypatch):
+    """All but the first, whose residual is no sum, and the last, which no layer follows."""
+    matrices = []
+
+    def spy(h, y, w, next_w, matrix, **more):
+        matrices.append(matrix.shape)
+        return residual_norm_matmul(h, y, w, next_w, matrix, **more)
+
+    monkeypatch.setattr(layers, "residual_norm_matmul", spy)
+    config, tokens = model(name).config, jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    jax.eval_shape(
+        lambda params, tokens: hidden_states(params, config, tokens, None),
+        abstract_params(config),
+        tokens,
+    )
+    D, expected = config.hidden_size, []
+    for spec in config.layers:
+        own = (1 if spec.shared_projection else 2) if spec.owns_kv else 0
+        heads = spec.num_kv_heads * (spec.group + own)
+        expected += [(D, heads * spec.head_dim), (D, 2 * spec.mlp_width)]
+    assert matrices == expected[1:]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from carat_jax import kv_state, rope, sharding
 from carat_jax.attention import Keys, Step
 from carat_jax.config import FULL, SLIDING, GemmaConfig, LayerType
-from carat_jax.layers import linear, rms_norm, weight
+from carat_jax.layers import Entry, enter, linear, weight
 from carat_jax.model import Block, Params, embed
 from carat_jax.params import random_params
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
@@ -197,11 +197,11 @@ class AssistantModel(nn.Module):
             kind: rope.angles(positions, spec)
             for kind, spec in zip(c.layer_types, self.config.layers, strict=True)
         }
-        x = rms_norm(h, self.layers[0].input_layernorm, c.rms_norm_eps).astype(h.dtype)
-        following = [*(b.input_layernorm for b in self.layers[1:]), self.norm]
+        y = enter(h, self.layers[0].entry, c.rms_norm_eps)
+        following = [*(block.entry for block in self.layers[1:]), Entry(self.norm, None)]
         for kind, block, after in zip(c.layer_types, self.layers, following, strict=True):
-            h, x, _, _ = block(h, x, after, None, angles[kind], step, None, lent[kind])
-        return x, linear(x, self.post_projection)
+            h, y, _, _ = block(h, y, after, None, angles[kind], step, None, lent[kind])
+        return y, linear(y, self.post_projection)
 
     def scores(self, y: jax.Array, token_ordering: jax.Array | None) -> Scores:
         """Scores [..., n] from y [..., h]; n = V, or the tokens of the likeliest clusters."""

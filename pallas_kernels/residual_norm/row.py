@@ -1,0 +1,141 @@
+"""What the warpgroups of a block do to one row: norm, residual sum, norm."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import llvm  # no public name yet
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+
+from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.partial_sums import PartialSums, add_up
+
+WIDEST = 8192
+MOST_PARTS = 8  # warpgroups of a row
+WARPS = 4  # of a warpgroup
+
+
+def check(h: jax.Array, y: jax.Array | PartialSums, w: jax.Array, next_w: jax.Array) -> None:
+    """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192."""
+    for name, x in (("h", h), ("y", y), ("w", w), ("next_w", next_w)):
+        if x.dtype != jnp.bfloat16:
+            raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
+    D = h.shape[-1]
+    if D % 256 or D > WIDEST:
+        raise Unsupported(f"h {h.shape}: takes D % 256 == 0 <= {WIDEST}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row dealt out in equal runs among the warpgroups of a block, the grid's axis "part".
+
+    The order of every sum depends on D alone: each kernel that norms by this has the same bits.
+
+    Attributes:
+      D: its width.
+      eps: added to the mean square.
+      interpreted: on a CPU.
+    """
+
+    D: int
+    eps: float
+    interpreted: bool
+
+    @property
+    def parts(self) -> int:
+        return max(p for p in range(1, MOST_PARTS + 1) if self.D % (256 * p) == 0)
+
+    @property
+    def width(self) -> int:
+        """Of a part."""
+        return self.D // self.parts
+
+    @property
+    def layout(self) -> plgpu.Layout:
+        vector = next(v for v in (8, 4, 2) if self.width % (128 * v) == 0)
+        return plgpu.Layout.WG_STRIDED((self.width,), vec_size=vector)
+
+    @property
+    def own(self) -> Any:
+        """The widths of the warpgroup that asks."""
+        return pl.ds(lax.axis_index("part") * self.width, self.width)
+
+    def scratch(self) -> dict[str, Any]:
+        """Types of what `add_and_norm` takes as keywords."""
+        return {
+            "sums": plgpu.SMEM((2, self.parts), jnp.float32),
+            "warp_sums": plgpu.SMEM((self.parts, WARPS), jnp.float32),
+            "meet": plgpu.Barrier(num_barriers=2, num_arrivals=self.parts),
+        }
+
+    def add_and_norm(
+        self,
+        row: Any,
+        h_ref: Any,
+        y_ref: Any,
+        w_ref: Any,
+        next_ref: Any,
+        scale_refs: list[Any],
+        *,
+        sums: Any,
+        warp_sums: Any,
+        meet: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """A warpgroup's own widths of the new residual and of its norm, bfloat16 in `layout`.
+
+        Args:
+          row: which one of h [M, D] and y [pieces, M, D].
+        """
+        part, own = lax.axis_index("part"), self.own
+        sum_squares = _sum_squares_interpreted if self.interpreted else _sum_squares(self.layout)
+
+        def load(ref):
+            return plgpu.load(ref, layout=self.layout).astype(jnp.float32)
+
+        def norm(x, w, which):
+            total = sum_squares(x, warp_sums.at[part])
+            if self.parts > 1:  # every warpgroup adds up the sums of all, in the same order
+                sums[which, part] = total
+                plgpu.barrier_arrive(meet.at[which])
+                plgpu.barrier_wait(meet.at[which])
+                total = sum(sums[which, i] for i in range(self.parts))
+            return x * lax.rsqrt(total / self.D + self.eps) * w
+
+        def rounded(x):
+            return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+        y = rounded(add_up(load(y_ref.at[i, row, own]) for i in range(y_ref.shape[0])))
+        h = load(h_ref.at[row, own])
+        w, next_w = load(w_ref.at[own]), load(next_ref.at[own])
+        h = rounded(h + rounded(norm(y, w, 0)))
+        for ref in scale_refs:
+            h = rounded(h * ref[0].astype(jnp.float32))
+        return h.astype(jnp.bfloat16), norm(h, next_w, 1).astype(jnp.bfloat16)
+
+
+def _sum_squares_interpreted(x: jax.Array, scratch: Any) -> jax.Array:
+    return jnp.sum(x * x)
+
+
+def _sum_squares(layout: plgpu.Layout) -> Any:
+    """sum_squares(x of `layout`, scratch [WARPS] of shared memory) -> scalar.
+
+    `jnp.sum` gives all warpgroups of a block the same scratch memory, and no warning: one reads
+    what another has written. And of two products that are added, ptxas rounds either one, unless
+    both say that they are rounded: then a kernel's bits are not those of another.
+    """
+    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=scalar)
+    def sum_squares(ctx, x, scratch):
+        return x.foreach(_rounded_square, create_array=True).reduce("add", 0, scratch)
+
+    return sum_squares
+
+
+def _rounded_square(x: ir.Value, index: Any) -> ir.Value:
+    return llvm.inline_asm(x.type, [x], "mul.rn.f32 $0, $1, $1;", "=f,f")

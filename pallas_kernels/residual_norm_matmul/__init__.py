@@ -1,0 +1,73 @@
+"""From one product of a decoder layer to the next: norm, residual sum, norm, product."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import dispatch
+from pallas_kernels.partial_sums import PartialSums, summed
+from pallas_kernels.residual_norm_matmul import apart, mosaic
+
+# Best first, by prediction: docs/kernels.md.
+IMPLEMENTATIONS = {
+    "mosaic": mosaic.residual_norm_matmul,
+    "apart": apart.residual_norm_matmul,
+}
+
+
+def residual_norm_matmul(
+    h: jax.Array,
+    y: jax.Array | PartialSums,
+    w: jax.Array,
+    next_w: jax.Array,
+    matrix: jax.Array,
+    *,
+    eps: float,
+    out: DTypeLike,
+    scale: jax.Array | None = None,
+    partial: bool = False,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | PartialSums]:
+    """`residual_norm`, then `skinny_matmul` of the norm: to the bit, what the two give.
+
+    Args:
+      h, y: [M, D].
+      w, next_w, eps, scale: as in `residual_norm`.
+      matrix: [D, F], like h.
+      out: dtype of the product.
+      partial: the product may stay in pieces, where an implementation makes them.
+      implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
+
+    Returns:
+      The new residual h [M, D] = (h + norm(y, w)) · scale, and norm(of it, next_w) · matrix
+      [M, F]; in pieces only if `partial`.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, an unknown implementation.
+      Unsupported: the named implementation cannot take these shapes, this dtype or the device.
+    """
+    D = h.shape[-1]
+    if h.ndim != 2 or y.shape != h.shape or w.shape != (D,) or next_w.shape != (D,):
+        raise ValueError(
+            f"h {h.shape} and y {y.shape} must be alike [M, D], w {w.shape} and next_w "
+            f"{next_w.shape} [D]"
+        )
+    if scale is not None and scale.shape != (1,):
+        raise ValueError(f"scale {scale.shape} must be [1]")
+    if matrix.ndim != 2 or len(matrix) != D or matrix.dtype != h.dtype:
+        raise ValueError(
+            f"matrix {matrix.shape} {matrix.dtype} must be [D, F] and like h {h.shape} {h.dtype}"
+        )
+    h, product = dispatch.run(
+        IMPLEMENTATIONS,
+        implementation,
+        h,
+        y,
+        w,
+        next_w,
+        matrix,
+        eps=eps,
+        out=jnp.dtype(out),
+        scale=scale,
+    )
+    return h, product if partial else summed(product)

@@ -1,0 +1,159 @@
+"""residual_norm_matmul of one row on Hopper: a product whose blocks norm the row themselves.
+
+Apart, device memory idles while the one block of a norm runs, and again until a product's first
+tiles arrive. Here one warpgroup of each block asks for as many tiles as its ring holds while the
+others norm the row, each block for itself, into shared memory; then it multiplies. Only the first
+block writes the residual.
+
+For 31B a block reads 97 KB out of L2 to do so, 65 of them the three pieces of y: 13 MB in all.
+A further row would be another 10 MB, so that with a few it would take longer than a norm by
+itself: more rows than one are left to the two ops. Their bits are the same, for the norm is
+`residual_norm.row`'s and the product `skinny_matmul.stream`'s.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import llvm  # no public name yet
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jax.typing import DTypeLike
+
+from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.residual_norm import row
+from pallas_kernels.skinny_matmul import stream
+from pallas_kernels.skinny_matmul.geometry import STEP, Cut
+
+HEIGHT = 8  # of the rows that wgmma reads
+MOST_WARPGROUPS = 8  # of a block
+MEMORY = 220 * 1024  # bytes of shared memory: the row, and the ring with what is left
+
+
+def residual_norm_matmul(
+    h: jax.Array,
+    y: jax.Array | PartialSums,
+    w: jax.Array,
+    next_w: jax.Array,
+    matrix: jax.Array,
+    *,
+    eps: float,
+    out: DTypeLike,
+    scale: jax.Array | None = None,
+    blocks: int | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | PartialSums]:
+    """See `pallas_kernels.residual_norm_matmul.residual_norm_matmul`.
+
+    Args:
+      blocks: thread blocks; None = the multiprocessors of the device.
+      interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
+
+    Raises:
+      Unsupported: another device or dtype, D no multiple of 256, a multiple of 2,048 or above
+        8,192, F no multiple of 128, a small matrix, more than one row.
+    """
+    interpreted = interpret is not None
+    cores = blocks if interpreted else require_hopper()
+    row.check(h, y, w, next_w)
+    stream.check(h.dtype, matrix, False, interpreted)
+    if len(h) != 1:
+        raise Unsupported(f"h {h.shape} has {len(h)} rows: takes one")
+    form = row.Row(h.shape[-1], eps, interpreted)
+    if form.parts + 1 > MOST_WARPGROUPS:
+        raise Unsupported(f"h {h.shape}: its norm leaves no warpgroup for the product")
+    D, F = matrix.shape
+    stages = (MEMORY - HEIGHT * D * 2) // stream.TILE_BYTES
+    product = stream.Stream(Cut.of(D, F, cores), 1, jnp.dtype(out), False, stages, interpreted)
+    parts = y.parts if isinstance(y, PartialSums) else y[None]
+    scales = [] if scale is None else [scale]
+    h, pieces = _launch(form, product, interpret, h, parts, w, next_w, *scales, matrix)
+    return h, product.result(pieces)
+
+
+# Under its own jit, so that the many layers of a model trace and lower it once.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _launch(
+    form: row.Row, product: stream.Stream, interpret: Any, *inputs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    steps = form.width // STEP  # of a warpgroup
+    store = _store_interpreted if product.interpreted else _store_row(form.layout)
+
+    def norm_and_multiply(
+        h_ref, y_ref, w_ref, next_ref, *refs, x_tiles, normed, w_ring, full, **scratch
+    ):
+        *scale_refs, matrix_ref, new_ref, out_ref = refs
+        part = lax.axis_index("part")
+
+        @pl.when(part < form.parts)
+        def _():
+            h, x = form.add_and_norm(0, h_ref, y_ref, w_ref, next_ref, scale_refs, **scratch)
+            store(x, x_tiles.at[pl.ds(part * steps, steps)])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(normed)
+
+            @pl.when(lax.axis_index("block") == 0)
+            def _():
+                new_ref[0, form.own] = h
+
+        @pl.when(part == form.parts)
+        def _():
+            def load(i):
+                product.copy(i, matrix_ref, w_ring, full)
+
+            product.fill(load)
+            plgpu.barrier_wait(normed)
+            product.multiply(load, lambda slot, step: x_tiles.at[step], out_ref, w_ring, full)
+
+    h = inputs[0]
+    return plgpu.kernel(
+        norm_and_multiply,
+        out_type=(jax.ShapeDtypeStruct(h.shape, h.dtype), product.out_type),
+        grid=(product.cut.blocks,),
+        grid_names=("block",),
+        num_threads=form.parts + 1,
+        thread_name="part",
+        scratch_types={
+            "x_tiles": plgpu.SMEM(
+                (form.D // STEP, HEIGHT, STEP), h.dtype, transforms=stream.SWIZZLED
+            ),
+            "normed": plgpu.Barrier(num_arrivals=form.parts),
+            **product.scratch(copies=1),
+            **form.scratch(),
+        },
+        interpret=interpret,
+    )(*inputs)
+
+
+def _store_interpreted(x: jax.Array, tiles: Any) -> None:
+    tiles[:, 0, :] = x.reshape(-1, STEP)
+
+
+def _store_row(layout: plgpu.Layout) -> Any:
+    """store(x [width], tiles [width / STEP, HEIGHT, STEP] of shared memory): x as their rows 0.
+
+    A row r of a swizzled tile has its 16-byte chunks at their place XOR r, so row 0 lies as it
+    is. The other rows are left as they are found: each is a row of the product of its own, which
+    is not stored.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(stream.SWIZZLED)))
+    def store(ctx, x, tiles):
+        start, dtype = mgpu.utils.memref_ptr(tiles), ir.MemRefType(tiles.type).element_type
+        i32 = ir.IntegerType.get_signless(32)
+
+        @x.foreach
+        def _(value, index):
+            i = arith.index_cast(i32, index[0])
+            tile = arith.divui(i, mgpu.utils.c(STEP, i32))
+            width = arith.remui(i, mgpu.utils.c(STEP, i32))
+            offset = arith.addi(arith.muli(tile, mgpu.utils.c(HEIGHT * STEP, i32)), width)
+            llvm.store(value, mgpu.utils.getelementptr(start, [offset], dtype))
+
+    return store
