@@ -110,17 +110,17 @@ def _launch(
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
     scratch = {
-        "q_buffer": shared(s.query_buffers, s.rows, s.H),
-        "q_rotated_buffer": shared(s.query_buffers, s.rows, max(s.P, 64)),
+        "q_buffer": shared(s.query_buffers, s.rows, s.H),  # then their result
         "tiles": shared(s.buffers, TILE, CHUNK),
         "p_buffer": shared(s.rows, TILE),
-        "out_buffer": shared(s.value_chunks, s.rows, CHUNK),
         "mass_buffer": plgpu.SMEM((s.rows,), jnp.float32),
         "full": plgpu.Barrier(num_barriers=s.buffers),
         "free": plgpu.Barrier(num_barriers=s.buffers),
         "q_full": plgpu.Barrier(num_barriers=s.query_buffers, num_arrivals=len(queries)),
         "q_free": plgpu.Barrier(num_barriers=s.query_buffers),
     }
+    if s.P:
+        scratch["q_rotated_buffer"] = shared(s.query_buffers, s.rows, s.P)
     kernel = functools.partial(
         plgpu.kernel,
         grid=(s.blocks,),

@@ -12,7 +12,7 @@ TILE = 64  # keys; the M of a matrix instruction
 CHUNK = 128  # widths that one copy brings; 16 KiB with 64 keys
 ROWS = (8, 16, 32, 40)  # query rows that one product may have; more are cut into blocks
 MOST_BUFFERED_ROWS = 16  # of which the next item's are loaded meanwhile
-SHARED_BYTES = 220 * 1024  # of the 227 KiB that a block may use; the rest is for barriers
+SHARED_BYTES = 221 * 1024  # of the 227 KiB of a block; the rest: barriers, sums over a warpgroup
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ class Shape:
 
     @property
     def buffers(self) -> int:
-        """Chunks of tiles in shared memory."""
-        widths = self.query_buffers * (self.H + self.P) + TILE + self.H
+        """Chunks of tiles in shared memory: two tiles and more, or nothing is on its way while a
+        tile, whose values stay until the last product, is computed with."""
+        widths = self.query_buffers * (self.H + self.P) + TILE
         free = SHARED_BYTES - 2 * self.rows * widths - 4 * self.rows
         return min(free // (2 * TILE * CHUNK), 2 * self.chunks + 2, 12)
 
