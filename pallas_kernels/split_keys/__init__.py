@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
-from pallas_kernels.split_keys.merge import leave, meet, merge_splits
+from pallas_kernels.split_keys.merge import arrive, merge_splits
 from pallas_kernels.split_keys.warpgroups import SWIZZLED, attend, copy_tiles
 
 COMPUTE, COPY = 0, 1  # warpgroups
@@ -126,6 +126,8 @@ def _launch(
         grid=(s.blocks,),
         grid_names=("block",),
         interpret=interpret,
+        num_threads=2,
+        thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096, approx_math=True),
     )
 
@@ -143,23 +145,18 @@ def _launch(
         def _():
             attend(s, length_ref, partial_ref, mass_ref, **scratch)
             if not s.interpreted:
-                meet(s, counter_ref)
-                merge_splits(s, length_ref, partial_ref, mass_ref, out_ref[0])
-                leave(s, counter_ref)
+                arrive(s, counter_ref)
 
-    def merge(length_ref, partial_ref, mass_ref, out_ref):
-        merge_splits(s, length_ref, partial_ref, mass_ref, out_ref)
+        if not s.interpreted:
+            merge_splits(s, length_ref, partial_ref, mass_ref, out_ref[0], counter_ref)
 
     # Zero before and after every call, so that the kernel is a function of its arguments.
     counter = jnp.zeros((1,), jnp.int32)
     outputs = (partial, mass) if s.interpreted else (out, partial, mass)
-    results = kernel(
-        block,
-        out_type=outputs,
-        scratch_types=scratch,
-        num_threads=2,
-        thread_name="warpgroup",
-    )(counter, length, *queries, *caches)
+    results = kernel(block, out_type=outputs, scratch_types=scratch)(
+        counter, length, *queries, *caches
+    )
     if not s.interpreted:
         return results[0]
+    merge = functools.partial(merge_splits, s)
     return kernel(merge, out_type=out)(length, *results)
