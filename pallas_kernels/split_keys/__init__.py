@@ -128,7 +128,10 @@ def _launch(
         interpret=interpret,
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096, approx_math=True),
+        # Room for the most rows at once: a maximum in two goes costs two barriers more a tile.
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=128 * ROWS[-1], approx_math=True
+        ),
     )
 
     def block(counter_ref, length_ref, *refs, **scratch):
