@@ -94,9 +94,9 @@ def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_
         @pl.when(count > 0)
         def _():
             slot = lax.rem(loaded, s.query_buffers)
-            plgpu.barrier_wait(scratch["q_full"].at[slot])
             length = length_ref[group // (s.K * s.row_blocks)]
             seen = mask(s, length, group, layout)
+            plgpu.barrier_wait(scratch["q_full"].at[slot])
 
             def tile(i, carry):
                 def buffer(chunk):
