@@ -41,25 +41,26 @@ def merge_splits(s: Shape, length_ref, partial_ref, mass_ref, out_ref, counter_r
 
         @pl.when(index < _rows(s))
         def _():
-            b, rest = index // (s.T * N), lax.rem(index, s.T * N)
-            t, head = rest // N, lax.rem(rest, N)
-            k, r = head // s.G, t * s.G + lax.rem(head, s.G)
-            group = (b * s.K + k) * s.row_blocks + r // s.rows
+            b, rest = lax.div(index, s.T * N), lax.rem(index, s.T * N)
+            t, head = lax.div(rest, N), lax.rem(rest, N)
+            k, r = lax.div(head, s.G), t * s.G + lax.rem(head, s.G)
+            group = (b * s.K + k) * s.row_blocks + lax.div(r, s.rows)
             start, splits = splits_of_row(s, length_ref[b], t)
             if counter_ref is not None:
                 pl.when(n == 0)(lambda: _meet(s, counter_ref))
 
             def some(i, carry):
                 top, total, out = carry
-                js = [i * together + j for j in range(together)]
+                first, end = start + i * together, start + splits
+                js = [first + j for j in range(together)]
                 # Beyond the last split, the last is read again and weighs nothing.
-                at = [start + jnp.minimum(j, splits - 1) for j in js]
+                at = [jnp.minimum(j, end - 1) for j in js]
                 masses = [mass_ref[group, a, lax.rem(r, s.rows)] for a in at]
                 parts = [
                     plgpu.load(partial_ref.at[group, a, lax.rem(r, s.rows)], layout=vector)
                     for a in at
                 ]
-                masses = [jnp.where(j < splits, m, MASKED) for j, m in zip(js, masses, strict=True)]
+                masses = [jnp.where(j < end, m, MASKED) for j, m in zip(js, masses, strict=True)]
                 new_top = functools.reduce(jnp.maximum, masses, top)
                 weights = [jnp.exp2(m - new_top) for m in masses]
                 shrink = jnp.exp2(top - new_top)
@@ -71,7 +72,11 @@ def merge_splits(s: Shape, length_ref, partial_ref, mass_ref, out_ref, counter_r
 
             zeros = plgpu.layout_cast(jnp.zeros((s.H,), jnp.float32), vector)
             begin = (jnp.float32(LOWEST), jnp.float32(0.0), zeros)
-            _, total, out = lax.fori_loop(0, (splits + together - 1) // together, some, begin)
+            if together == s.splits:
+                _, total, out = some(0, begin)
+            else:
+                rounds = lax.div(splits + together - 1, together)
+                _, total, out = lax.fori_loop(0, rounds, some, begin)
             out_ref[b, t, head] = (out / total).astype(jnp.bfloat16)
 
         return 0

@@ -26,7 +26,8 @@ def copy_tiles(
     buffers = (rest["q_buffer"], rest.get("q_rotated_buffer"))
 
     def tile_chunk(group, tile, chunk):
-        b, k = group // (s.K * s.row_blocks), lax.rem(group // s.row_blocks, s.K)
+        head = lax.div(group, s.row_blocks)
+        b, k = lax.div(head, s.K), lax.rem(head, s.K)
         ref = key_ref[0] if chunk < s.key_chunks else value_ref
         start = (chunk if chunk < s.key_chunks else chunk - s.key_chunks) * CHUNK
         return ref.at[b, k, pl.ds(tile * TILE, TILE), pl.ds(start, CHUNK)]
@@ -94,7 +95,7 @@ def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_
         @pl.when(count > 0)
         def _():
             slot = lax.rem(loaded, s.query_buffers)
-            length = length_ref[group // (s.K * s.row_blocks)]
+            length = length_ref[lax.div(group, s.K * s.row_blocks)]
             seen = mask(s, length, group, layout)
             plgpu.barrier_wait(scratch["q_full"].at[slot])
 
