@@ -36,18 +36,16 @@ def copy_tiles(
         copied, loaded = counts
         group, _, first, count = item(s, length_ref, n)
 
-        @pl.when(count > 0)
-        def _():
-            slot = lax.rem(loaded, s.query_buffers)
+        q_slot = lax.rem(loaded, s.query_buffers)
+        q_slot_is_new = loaded < s.query_buffers
 
-            @pl.when(loaded >= s.query_buffers)
-            def _():
-                plgpu.barrier_wait(q_free.at[slot])
-
-            rows = pl.ds(slot * 0, s.rows)  # the last of which there may not be: zeros
+        def load_queries():
+            rows = pl.ds(q_slot * 0, s.rows)  # the last of which there may not be: zeros
             for ref, buffer in zip(q_refs, buffers, strict=False):
                 source = ref.at[group, rows]
-                plgpu.copy_gmem_to_smem(source, buffer.at[slot], q_full.at[slot])
+                plgpu.copy_gmem_to_smem(source, buffer.at[q_slot], q_full.at[q_slot])
+
+        pl.when((count > 0) & q_slot_is_new)(load_queries)
 
         def tile(i, _):
             for chunk in range(s.chunks):
@@ -60,6 +58,13 @@ def copy_tiles(
 
                 source = tile_chunk(group, first + i, chunk)
                 plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot])
+
+            # After the first tile, which so comes while the result before it still leaves.
+            @pl.when((i == 0) & ~q_slot_is_new)
+            def _():
+                plgpu.barrier_wait(q_free.at[q_slot])
+                load_queries()
+
             return 0
 
         lax.fori_loop(0, count, tile, 0)
