@@ -4,8 +4,8 @@ One kernel serves rings and global caches. Keys are cut into tiles of 64; a *spl
 tiles. Persistent blocks walk the (sequence, KV head, split) items: one warpgroup streams tiles
 into shared memory by TMA, the other computes with the keys on the M side of the matrix units,
 scores = K·Qᵀ and outᵀ = Vᵀ·P, so that few query rows still fill them, and a tile of a compact
-cache serves both products. Then all blocks meet at a counter, and the splits of each query row
-are merged in the order of the keys, in float32.
+cache serves both products. Then the blocks meet at a counter, and a warpgroup for each query row
+merges its splits in the order of the keys, in float32.
 
 Row independence: where a split begins depends on positions alone, every row has its own running
 maximum and sum, and masked keys leave a row untouched to the bit. So a row's output is the same for

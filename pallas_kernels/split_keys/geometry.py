@@ -83,8 +83,11 @@ class Shape:
 
     @property
     def buffers(self) -> int:
-        """Chunks of tiles in shared memory: two tiles and more, or nothing is on its way while a
-        tile, whose values stay until the last product, is computed with."""
+        """Chunks of tiles in shared memory.
+
+        The values of a tile stay until its last product, so little is on its way meanwhile unless
+        there is room for two tiles.
+        """
         widths = self.query_buffers * (self.H + self.P) + TILE
         free = SHARED_BYTES - 2 * self.rows * widths - 4 * self.rows
         return min(free // (2 * TILE * CHUNK), 2 * self.chunks + 2, 12)
