@@ -36,16 +36,23 @@ def copy_tiles(
         copied, loaded = counts
         group, _, first, count = item(s, length_ref, n)
 
-        q_slot = lax.rem(loaded, s.query_buffers)
-        q_slot_is_new = loaded < s.query_buffers
+        # The only place for queries stays taken until the result before this has left. The first
+        # tile does not wait for that.
+        queries_first = (loaded == 0) | (s.query_buffers > 1)
 
         def load_queries():
-            rows = pl.ds(q_slot * 0, s.rows)  # the last of which there may not be: zeros
+            slot = lax.rem(loaded, s.query_buffers)
+
+            @pl.when(loaded >= s.query_buffers)
+            def _():
+                plgpu.barrier_wait(q_free.at[slot])
+
+            rows = pl.ds(slot * 0, s.rows)  # the last of which there may not be: zeros
             for ref, buffer in zip(q_refs, buffers, strict=False):
                 source = ref.at[group, rows]
-                plgpu.copy_gmem_to_smem(source, buffer.at[q_slot], q_full.at[q_slot])
+                plgpu.copy_gmem_to_smem(source, buffer.at[slot], q_full.at[slot])
 
-        pl.when((count > 0) & q_slot_is_new)(load_queries)
+        pl.when((count > 0) & queries_first)(load_queries)
 
         def tile(i, _):
             for chunk in range(s.chunks):
@@ -59,12 +66,7 @@ def copy_tiles(
                 source = tile_chunk(group, first + i, chunk)
                 plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot])
 
-            # After the first tile, which so comes while the result before it still leaves.
-            @pl.when((i == 0) & ~q_slot_is_new)
-            def _():
-                plgpu.barrier_wait(q_free.at[q_slot])
-                load_queries()
-
+            pl.when((i == 0) & ~queries_first)(load_queries)
             return 0
 
         lax.fori_loop(0, count, tile, 0)
