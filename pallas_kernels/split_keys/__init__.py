@@ -4,8 +4,8 @@ One kernel serves rings and global caches. Keys are cut into tiles of 64; a *spl
 tiles. Persistent blocks walk the (sequence, KV head, split) items: one warpgroup streams tiles
 into shared memory by TMA, the other computes with the keys on the M side of the matrix units,
 scores = K·Qᵀ and outᵀ = Vᵀ·P, so that few query rows still fill them, and a tile of a compact
-cache serves both products. Then all blocks meet at a counter, and the splits of each query row
-are merged in the order of the keys, in float32.
+cache serves both products. Then the blocks meet at a counter, and a warpgroup for each query row
+merges its splits in the order of the keys, in float32.
 
 Row independence: where a split begins depends on positions alone, every row has its own running
 maximum and sum, and masked keys leave a row untouched to the bit. So a row's output is the same for
@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
-from pallas_kernels.split_keys.merge import leave, meet, merge_splits
+from pallas_kernels.split_keys.merge import arrive, merge_splits
 from pallas_kernels.split_keys.warpgroups import SWIZZLED, attend, copy_tiles
 
 COMPUTE, COPY = 0, 1  # warpgroups
@@ -110,23 +110,28 @@ def _launch(
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
 
     scratch = {
-        "q_buffer": shared(s.query_buffers, s.rows, s.H),
-        "q_rotated_buffer": shared(s.query_buffers, s.rows, max(s.P, 64)),
+        "q_buffer": shared(s.query_buffers, s.rows, s.H),  # then their result
         "tiles": shared(s.buffers, TILE, CHUNK),
         "p_buffer": shared(s.rows, TILE),
-        "out_buffer": shared(s.value_chunks, s.rows, CHUNK),
         "mass_buffer": plgpu.SMEM((s.rows,), jnp.float32),
         "full": plgpu.Barrier(num_barriers=s.buffers),
         "free": plgpu.Barrier(num_barriers=s.buffers),
         "q_full": plgpu.Barrier(num_barriers=s.query_buffers, num_arrivals=len(queries)),
         "q_free": plgpu.Barrier(num_barriers=s.query_buffers),
     }
+    if s.P:
+        scratch["q_rotated_buffer"] = shared(s.query_buffers, s.rows, s.P)
     kernel = functools.partial(
         plgpu.kernel,
         grid=(s.blocks,),
         grid_names=("block",),
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096, approx_math=True),
+        num_threads=2,
+        thread_name="warpgroup",
+        # Room for the most rows at once: a maximum in two goes costs two barriers more a tile.
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=128 * ROWS[-1], approx_math=True
+        ),
     )
 
     def block(counter_ref, length_ref, *refs, **scratch):
@@ -143,23 +148,18 @@ def _launch(
         def _():
             attend(s, length_ref, partial_ref, mass_ref, **scratch)
             if not s.interpreted:
-                meet(s, counter_ref)
-                merge_splits(s, length_ref, partial_ref, mass_ref, out_ref[0])
-                leave(s, counter_ref)
+                arrive(s, counter_ref)
 
-    def merge(length_ref, partial_ref, mass_ref, out_ref):
-        merge_splits(s, length_ref, partial_ref, mass_ref, out_ref)
+        if not s.interpreted:
+            merge_splits(s, length_ref, partial_ref, mass_ref, out_ref[0], counter_ref)
 
     # Zero before and after every call, so that the kernel is a function of its arguments.
     counter = jnp.zeros((1,), jnp.int32)
     outputs = (partial, mass) if s.interpreted else (out, partial, mass)
-    results = kernel(
-        block,
-        out_type=outputs,
-        scratch_types=scratch,
-        num_threads=2,
-        thread_name="warpgroup",
-    )(counter, length, *queries, *caches)
+    results = kernel(block, out_type=outputs, scratch_types=scratch)(
+        counter, length, *queries, *caches
+    )
     if not s.interpreted:
         return results[0]
+    merge = functools.partial(merge_splits, s)
     return kernel(merge, out_type=out)(length, *results)

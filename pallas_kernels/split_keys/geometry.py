@@ -12,7 +12,7 @@ TILE = 64  # keys; the M of a matrix instruction
 CHUNK = 128  # widths that one copy brings; 16 KiB with 64 keys
 ROWS = (8, 16, 32, 40)  # query rows that one product may have; more are cut into blocks
 MOST_BUFFERED_ROWS = 16  # of which the next item's are loaded meanwhile
-SHARED_BYTES = 220 * 1024  # of the 227 KiB that a block may use; the rest is for barriers
+SHARED_BYTES = 221 * 1024  # of the 227 KiB of a block; the rest: barriers, sums over a warpgroup
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,12 @@ class Shape:
 
     @property
     def buffers(self) -> int:
-        """Chunks of tiles in shared memory."""
-        widths = self.query_buffers * (self.H + self.P) + TILE + self.H
+        """Chunks of tiles in shared memory.
+
+        The values of a tile stay until its last product, so little is on its way meanwhile unless
+        there is room for two tiles.
+        """
+        widths = self.query_buffers * (self.H + self.P) + TILE
         free = SHARED_BYTES - 2 * self.rows * widths - 4 * self.rows
         return min(free // (2 * TILE * CHUNK), 2 * self.chunks + 2, 12)
 
@@ -102,27 +106,27 @@ def item(s: Shape, length_ref: Any, n: jax.Array) -> tuple[Any, Any, Any, Any]:
     """
     index = lax.axis_index("block") + n * s.blocks
     each = s.groups * s.splits
-    size, index = index // each, lax.rem(index, each)
-    group = index // s.splits
+    size, index = lax.div(index, each), lax.rem(index, each)
+    group = lax.div(index, s.splits)
     # Turned from group to group, so that a block does not get the same split of each.
     split = lax.rem(index + 7 * group, s.splits)
     if s.window is not None:
-        first = split * (s.slots // TILE) // s.splits
-        count = (split + 1) * (s.slots // TILE) // s.splits - first
+        first = lax.div(split * (s.slots // TILE), s.splits)
+        count = lax.div((split + 1) * (s.slots // TILE), s.splits) - first
         return group, split, first, jnp.where(size == 0, count, 0)
-    length = length_ref[group // (s.K * s.row_blocks)]
+    length = length_ref[lax.div(group, s.K * s.row_blocks)]
     last = length + s.T - 1
     own, other = tiles_per_split(s, length), tiles_per_split(s, last)
     tiles = jnp.where(size == 0, own, other)
     first = split * tiles
-    count = jnp.clip(last // TILE + 1 - first, 0, tiles)
+    count = jnp.clip(lax.div(last, TILE) + 1 - first, 0, tiles)
     used = (size == 0) | ((size == 1) & (own != other))
     return group, split + size * s.splits, first, jnp.where(used, count, 0)
 
 
 def tiles_per_split(s: Shape, position: jax.Array) -> jax.Array:
     """Tiles of a split, for the query at this position of a global cache."""
-    return position // TILE // s.splits + 1
+    return lax.div(position, TILE * s.splits) + 1
 
 
 def mask(s: Shape, length: jax.Array, group: jax.Array, layout: Any) -> Any:
@@ -153,4 +157,4 @@ def splits_of_row(s: Shape, length: jax.Array, t: jax.Array) -> tuple[Any, Any]:
         return jnp.int32(0), jnp.int32(s.splits)
     tiles = tiles_per_split(s, length + t)
     start = jnp.where(tiles == tiles_per_split(s, length), 0, s.splits)
-    return start, (length + t) // TILE // tiles + 1
+    return start, lax.div(length + t, TILE * tiles) + 1

@@ -23,10 +23,11 @@ def copy_tiles(
 ):
     """Streams the queries and tiles of this block's items into shared memory, in order."""
     *key_ref, value_ref = cache_refs
-    buffers = (rest["q_buffer"], rest["q_rotated_buffer"])
+    buffers = (rest["q_buffer"], rest.get("q_rotated_buffer"))
 
     def tile_chunk(group, tile, chunk):
-        b, k = group // (s.K * s.row_blocks), lax.rem(group // s.row_blocks, s.K)
+        head = lax.div(group, s.row_blocks)
+        b, k = lax.div(head, s.K), lax.rem(head, s.K)
         ref = key_ref[0] if chunk < s.key_chunks else value_ref
         start = (chunk if chunk < s.key_chunks else chunk - s.key_chunks) * CHUNK
         return ref.at[b, k, pl.ds(tile * TILE, TILE), pl.ds(start, CHUNK)]
@@ -35,8 +36,11 @@ def copy_tiles(
         copied, loaded = counts
         group, _, first, count = item(s, length_ref, n)
 
-        @pl.when(count > 0)
-        def _():
+        # The only place for queries stays taken until the result before this has left. The first
+        # tile does not wait for that.
+        queries_first = (loaded == 0) | (s.query_buffers > 1)
+
+        def load_queries():
             slot = lax.rem(loaded, s.query_buffers)
 
             @pl.when(loaded >= s.query_buffers)
@@ -47,6 +51,8 @@ def copy_tiles(
             for ref, buffer in zip(q_refs, buffers, strict=False):
                 source = ref.at[group, rows]
                 plgpu.copy_gmem_to_smem(source, buffer.at[slot], q_full.at[slot])
+
+        pl.when((count > 0) & queries_first)(load_queries)
 
         def tile(i, _):
             for chunk in range(s.chunks):
@@ -59,6 +65,8 @@ def copy_tiles(
 
                 source = tile_chunk(group, first + i, chunk)
                 plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot])
+
+            pl.when((i == 0) & ~queries_first)(load_queries)
             return 0
 
         lax.fori_loop(0, count, tile, 0)
@@ -68,9 +76,12 @@ def copy_tiles(
 
 
 def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_free, **scratch):
-    """Attends to the tiles of each item; writes its normalised result and its mass."""
+    """Attends to the tiles of each item; writes its normalised result and its mass.
+
+    A result takes the place of its queries in shared memory, which leaves more to the tiles.
+    """
     layout = plgpu.Layout.WGMMA
-    out_buffer, mass_buffer = scratch["out_buffer"], scratch["mass_buffer"]
+    q_buffer, mass_buffer = scratch["q_buffer"], scratch["mass_buffer"]
     totals = _totals(s, length_ref) if s.interpreted else None
 
     def step(n, counts):
@@ -91,9 +102,9 @@ def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_
         @pl.when(count > 0)
         def _():
             slot = lax.rem(loaded, s.query_buffers)
-            plgpu.barrier_wait(scratch["q_full"].at[slot])
-            length = length_ref[group // (s.K * s.row_blocks)]
+            length = length_ref[lax.div(group, s.K * s.row_blocks)]
             seen = mask(s, length, group, layout)
+            plgpu.barrier_wait(scratch["q_full"].at[slot])
 
             def tile(i, carry):
                 def buffer(chunk):
@@ -119,26 +130,26 @@ def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_
                 [fill((CHUNK, s.rows), 0.0) for _ in range(s.value_chunks)],
             )
             top, sums, out = lax.fori_loop(0, count, tile, start)
-            release(q_free, loaded, s.query_buffers, totals and totals[1])
             total = sums.sum(axis=0)
             mass_buffer[...] = jnp.where(total > 0, top + jnp.log2(total), LOWEST)
             scale = jnp.where(total > 0, 1 / total, 0.0)
             for c, x in enumerate(out):
                 x = x * lax.broadcast_in_dim(scale, x.shape, [1])
-                out_buffer.at[c].transpose((1, 0))[...] = x.astype(jnp.bfloat16)
+                place = q_buffer.at[slot, :, pl.ds(c * CHUNK, CHUNK)]
+                place.transpose((1, 0))[...] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            for c in range(s.value_chunks):
-                target = partial_ref.at[group, split, :, pl.ds(c * CHUNK, CHUNK)]
-                plgpu.copy_smem_to_gmem(out_buffer.at[c], target)
+            plgpu.copy_smem_to_gmem(q_buffer.at[slot], partial_ref.at[group, split])
             plgpu.copy_smem_to_gmem(mass_buffer, mass_ref.at[group, split])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            release(q_free, loaded, s.query_buffers, totals and totals[1])
 
         return computed + count, loaded + (count > 0).astype(jnp.int32)
 
     lax.fori_loop(0, items(s), step, (jnp.int32(0), jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)  # until others could read them
 
 
-def _query_chunks(s: Shape, slot, *, q_buffer, q_rotated_buffer, **_) -> list[Any]:
+def _query_chunks(s: Shape, slot, *, q_buffer, q_rotated_buffer=None, **_) -> list[Any]:
     """What each chunk of a tile is multiplied with for the scores; None = nothing."""
     own = [q_buffer.at[slot, :, pl.ds(c * CHUNK, CHUNK)] for c in range(s.value_chunks)]
     if s.P:

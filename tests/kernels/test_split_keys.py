@@ -29,6 +29,7 @@ from carat_jax.model import forward
 from carat_jax.params import abstract_params
 from pallas_kernels import Unsupported, global_attention, ring_attention
 from pallas_kernels.split_keys import split_attention
+from pallas_kernels.split_keys.geometry import Shape
 
 # --- Simulated -----------------------------------------------------------------------------------
 
@@ -191,6 +192,15 @@ def test_a_decode_step_of_31b_reads_its_caches_where_they_lie():
         assert len(calls) == 2 * len(written)
         frame = ("call", "func.func", "return", "stablehlo.custom_call @mosaic_gpu")
         assert [use for use in uses if not use.startswith(frame)] == []
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 5, 16])
+def test_a_tile_comes_while_the_one_before_it_is_computed_with(T):
+    """Of a compact cache: a chunk of rotated keys and four of values, with heads of 31B."""
+    shape = Shape(
+        B=1, T=T, K=4, G=8, H=512, P=128, slots=8192, window=None, blocks=132, interpreted=False
+    )
+    assert shape.buffers >= 2 * (1 + 4)
 
 
 # --- Refused -------------------------------------------------------------------------------------
