@@ -125,7 +125,7 @@ class Block(nn.Module):
         w = self.post_feedforward_layernorm
         if per_layer_input is not None:
             with jax.named_scope("per_layer_input"):
-                h, _ = add(h, y, w, Entry(w, None))  # what it norms is not needed
+                h = h + self._norm(summed(y), w)
                 g = linear(h, self.per_layer_input_gate)
                 y = linear(gelu(g) * per_layer_input, self.per_layer_projection)
                 w = self.post_per_layer_input_norm

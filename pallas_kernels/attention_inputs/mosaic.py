@@ -19,16 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import llvm  # no public name yet
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.attention_inputs.form import AttentionInputs, is_compact
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.partial_sums import PartialSums, add_up
+from pallas_kernels.thread_stores import as_int32, store, where_below
 
 BF16 = jnp.bfloat16
 THREADS = 128  # of a warpgroup
@@ -220,20 +218,19 @@ def _launch(
 
 
 def _store_first(layout: Any, count: int) -> Any:
-    """store(x of `layout`, ref [count] in global memory): the first numbers of x alone."""
+    """store_first(x of `layout`, ref [count] in global memory): the first numbers of x alone."""
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))
-    def store(ctx, x, out):
-        start, dtype = mgpu.utils.memref_ptr(out), ir.MemRefType(out.type).element_type
+    def store_first(ctx, x, out):
+        start = mgpu.utils.memref_ptr(out)
 
         @x.foreach
         def _(value, index):
-            (width,) = (arith.index_cast(ir.IntegerType.get_signless(32), i) for i in index)
-            first = arith.cmpi(arith.CmpIPredicate.ult, width, mgpu.utils.c(count, width.type))
-            with mgpu.utils.when(first):
-                llvm.store(value, mgpu.utils.getelementptr(start, [width], dtype))
+            (width,) = as_int32(index)
+            with where_below(width, count):
+                store(value, start, width)
 
-    return store
+    return store_first
 
 
 def _store_first_simulated(x, ref):

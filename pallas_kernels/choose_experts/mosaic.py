@@ -19,13 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import llvm  # no public name yet
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.thread_stores import as_int32, store, where_below
 
 THREADS = 128  # of a warpgroup
 MOST_EXPERTS = 512  # each is compared with each
@@ -56,7 +54,7 @@ def choose_experts(
 def _launch(k: int, interpret: Any, logits: jax.Array, scale: jax.Array) -> list[jax.Array]:
     M, E = logits.shape
     layout = plgpu.Layout.WG_STRIDED((E,), vec_size=1)
-    store = _store_chosen(layout, k) if interpret is None else _store_chosen_simulated
+    store_chosen = _store_chosen(layout, k) if interpret is None else _store_chosen_simulated
 
     def choose(logits_ref, scale_ref, index_ref, share_ref, keys):
         row = lax.axis_index("row")
@@ -77,7 +75,7 @@ def _launch(k: int, interpret: Any, logits: jax.Array, scale: jax.Array) -> list
         place = sum(lax.fori_loop(0, E // SUMS, count, [nobody] * SUMS, unroll=4))
         share = jnp.where(place < k, jnp.exp(logit - jnp.max(logit)), 0)
         share = share / jnp.sum(share) * scale
-        store(place, share, index_ref.at[row], share_ref.at[row])
+        store_chosen(place, share, index_ref.at[row], share_ref.at[row])
 
     return plgpu.kernel(
         choose,
@@ -99,27 +97,26 @@ def _order(x: jax.Array) -> jax.Array:
 
 
 def _store_chosen(layout: Any, k: int) -> Any:
-    """store(place, share of `layout`, index [k], shares [k] in global memory).
+    """store_chosen(place, share of `layout`, index [k], shares [k] in global memory).
 
     Writes every expert and its share to its place, if that is below k.
     """
 
     @plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType(), plgpu.RefType()))
-    def store(ctx, place, share, *outs):
-        i32 = ir.IntegerType.get_signless(32)
+    def store_chosen(ctx, place, share, *outs):
+        starts = [mgpu.utils.memref_ptr(out) for out in outs]
         places = []
         place.foreach(lambda value, _: places.append(value))
         places = iter(places)
 
         @share.foreach
         def _(value, index):
-            to, expert = next(places), arith.index_cast(i32, index[0])
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, to, mgpu.utils.c(k, i32))):
-                for x, out in zip((expert, value), outs, strict=True):
-                    start = mgpu.utils.memref_ptr(out)
-                    llvm.store(x, mgpu.utils.getelementptr(start, [to], x.type))
+            to, (expert,) = next(places), as_int32(index)
+            with where_below(to, k):
+                for x, start in zip((expert, value), starts, strict=True):
+                    store(x, start, to)
 
-    return store
+    return store_chosen
 
 
 def _store_chosen_simulated(place, share, index_ref, share_ref):

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import llvm  # no public name yet
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,6 +24,7 @@ from jax.extend.mlir.dialects import arith
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
+from pallas_kernels.thread_stores import as_int32, store, where_below
 
 TILE_BYTES = STEP * COLUMNS * 2
 LEAST_WEIGHTS = 2**21  # below, a launch is all there is to it
@@ -172,12 +172,11 @@ def _transposed(ref):
 def _store_transposed(ctx, y, out):
     """Writes y [columns, height] to out [M, columns] in global memory, without its rows from M."""
     (rows, _), (stride, _) = out.type.shape, ir.MemRefType(out.type).get_strides_and_offset()[0]
-    start, dtype = mgpu.utils.memref_ptr(out), ir.MemRefType(out.type).element_type
+    start = mgpu.utils.memref_ptr(out)
 
     @y.foreach
     def _(value, index):
-        column, row = (arith.index_cast(ir.IntegerType.get_signless(32), i) for i in index)
-        real = arith.cmpi(arith.CmpIPredicate.ult, row, mgpu.utils.c(rows, row.type))
+        column, row = as_int32(index)
         offset = arith.addi(arith.muli(row, mgpu.utils.c(stride, row.type)), column)
-        with mgpu.utils.when(real):
-            llvm.store(value, mgpu.utils.getelementptr(start, [offset], dtype))
+        with where_below(row, rows):
+            store(value, start, offset)
