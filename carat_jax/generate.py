@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from carat_jax import sampling, sharding
+from carat_jax import device_loops, sampling, sharding
 from carat_jax.config import GemmaConfig
 from carat_jax.kv_state import KVState, init_state, round_up
 from carat_jax.model import Params, head, hidden_states
@@ -201,7 +201,7 @@ def begin(
     return first, after.replace(kv=state)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "size"), donate_argnames="state")
+@functools.partial(device_loops.jit, static_argnames=("config", "size"), donate_argnames="state")
 def decode(
     params: Params,
     config: GemmaConfig,
@@ -212,6 +212,8 @@ def decode(
     size: int,
 ) -> tuple[Tokens, DecodeState]:
     """Up to `steps` more tokens, fewer where every row ends before.
+
+    Not for use inside another jit (see `device_loops`): that is `generate_tokens`.
 
     Args:
       params, config: the model.

@@ -37,6 +37,7 @@ FLOORS = (
         "carat_jax.options",
         "carat_jax.prompts",
         "carat_jax.generation",
+        "carat_jax.device_loops",
         "carat_jax.display",
         "carat_jax.chat",
         "carat_jax.chat_template",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from carat_jax import generate, sampling
+from carat_jax import device_loops, generate, sampling
 from carat_jax.config import GemmaConfig
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, Tokens
 from carat_jax.model import Params, head, hidden_states
@@ -68,7 +68,9 @@ def start(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "num_proposals", "size"), donate_argnames="state"
+    device_loops.jit,
+    static_argnames=("config", "num_proposals", "size"),
+    donate_argnames="state",
 )
 def speculate(
     params: Params,
@@ -84,7 +86,8 @@ def speculate(
 ) -> tuple[Tokens, Counts, SpeculativeState]:
     """Up to `rounds` rounds, fewer where every row ends before.
 
-    Calls with different K may follow one another.
+    Calls with different K may follow one another. Not for use inside another jit (see
+    `device_loops`).
 
     Args:
       params, config: the target.
