@@ -8,7 +8,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import PartialSums, summed
 from pallas_kernels.residual_norm_matmul import apart, mosaic
 
-# Best first, by prediction: docs/kernels.md.
+# Best first on an H200: docs/kernels.md has the figures.
 IMPLEMENTATIONS = {
     "mosaic": mosaic.residual_norm_matmul,
     "apart": apart.residual_norm_matmul,

@@ -3,7 +3,7 @@
 Apart, device memory idles while the one block of a norm runs, and again until a product's first
 tiles arrive. Here one warpgroup of each block asks for as many tiles as its ring holds while the
 others norm the row, each block for itself, into shared memory; then it multiplies. Only the first
-block writes the residual.
+block writes the residual. Predicted to save 3 to 5 µs, it saves 2.4 within a step of 31B.
 
 For 31B a block reads 97 KB out of L2 to do so, 65 of them the three pieces of y: 13 MB in all.
 A further row would be another 10 MB, so that with a few it would take longer than a norm by
