@@ -1,9 +1,9 @@
-"""Copies of rows to tiles in shared memory, whatever the number of rows; the last may be missing.
+"""Copies of rows, whatever their number, from global memory to tiles in shared memory.
 
 TMA brings zeros for rows beyond the end of an array. But Mosaic describes the array to it in tiles
-of 8 rows, and so refuses arrays of more than 8 rows (then it takes a part of a tile) and no
-multiple of 8. Those are copied here in pieces that lie in a row in shared memory, which need no
-tiles in the array.
+of 8 rows, or in one part of a tile, and refuses more than 8 rows that are no multiple of 8. Those
+are copied here in pieces: rows that lie one behind the other in shared memory, for which the array
+need not be described in tiles.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ class RowCopies:
 
     @property
     def in_pieces(self) -> bool:
+        """Whether Mosaic refuses the array's rows in tiles."""
         return self.rows > TALL and self.rows % TALL != 0
 
     @property
