@@ -20,8 +20,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.row_copies import RowCopies
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
-from pallas_kernels.skinny_matmul.stream import SWIZZLED, Stream, check
+from pallas_kernels.skinny_matmul.stream import Stream, check
 
 MOST_ROWS = 64
 RING = 200 * 1024  # bytes of shared memory
@@ -52,7 +53,7 @@ def skinny_matmul(
     (M, D), F = x.shape, w.shape[0 if transposed else 1]
     if M > MOST_ROWS:
         raise Unsupported(f"x {x.shape} has {M} rows: takes up to {MOST_ROWS} rows")
-    if M > 8 or interpreted:  # fewer rows are filled up with zeros by the copy itself
+    if interpreted:  # a GPU's copies fill up with zeros themselves
         x = jnp.pad(x, ((0, -M % 8), (0, 0)))
     stages = RING // ((-(-M // 8) * 8 + COLUMNS) * STEP * 2)
     stream = Stream(Cut.of(D, F, cores), M, jnp.dtype(out), transposed, stages, interpreted)
@@ -62,16 +63,16 @@ def skinny_matmul(
 # Under its own jit, so that the many layers of a model trace and lower it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _launch(stream: Stream, interpret: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    height = stream.height
+    rows = RowCopies(len(x), stream.height, STEP)
 
     def multiply_tiles(x_ref, w_ref, out_ref, *, x_ring, w_ring, full):
         def load(i):
             slot, step = stream.copy(i, w_ref, w_ring, full)
-            rows = x_ref.at[pl.ds(step * 0, height), pl.ds(step * STEP, STEP)]
-            plgpu.copy_gmem_to_smem(rows, x_ring.at[slot], full.at[slot])
+            rows.copy(x_ref.at[:, pl.ds(step * STEP, STEP)], x_ring, slot, full.at[slot])
 
         stream.fill(load)
-        stream.multiply(load, lambda slot, step: x_ring.at[slot], out_ref, w_ring, full)
+        tiles = rows.tiles(x_ring)
+        stream.multiply(load, lambda slot, step: tiles.at[slot], out_ref, w_ring, full)
 
     return plgpu.kernel(
         multiply_tiles,
@@ -79,8 +80,8 @@ def _launch(stream: Stream, interpret: Any, x: jax.Array, w: jax.Array) -> jax.A
         grid=(stream.cut.blocks,),
         grid_names=("block",),
         scratch_types={
-            "x_ring": plgpu.SMEM((stream.stages, height, STEP), x.dtype, transforms=SWIZZLED),
-            **stream.scratch(copies=2),
+            "x_ring": rows.buffers(stream.stages),
+            **stream.scratch(copies=1 + rows.requests),
         },
         interpret=interpret,
-    )(x, w)
+    )(rows.source(x), w)

@@ -28,9 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.row_copies import TILED, RowCopies
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import arrive, merge_splits
-from pallas_kernels.split_keys.warpgroups import SWIZZLED, attend, copy_tiles
+from pallas_kernels.split_keys.warpgroups import attend, copy_tiles
 
 COMPUTE, COPY = 0, 1  # warpgroups
 
@@ -78,17 +79,17 @@ def split_attention(
 
 
 def _rows(q: jax.Array, s: Shape) -> jax.Array:
-    """[B, T, N, width] -> [groups, rows, width]: row t·G + g of KV head k, padded with zeros.
+    """[B, T, N, width] -> [groups, rows, width]: row t·G + g of KV head k.
 
-    Unless the copy to shared memory does so: it fills up a part of a tile, and whole tiles.
+    On a GPU the copies to shared memory add what a tile has beyond T·G rows. Blocks of rows are
+    filled up with zeros here, and so is what the interpreter is given.
     """
-    width, rows = q.shape[-1], s.T * s.G
+    width = q.shape[-1]
     q = q.reshape(s.B, s.T, s.K, s.G, width).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(s.B, s.K, rows, width)
-    if s.interpreted or s.row_blocks > 1 or (rows > ROWS[0] and rows % ROWS[0]):
-        rows = s.row_blocks * s.rows
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - s.T * s.G), (0, 0)))
-    return q.reshape(s.groups, rows // s.row_blocks, width)
+    q = q.reshape(s.B, s.K, s.T * s.G, width)
+    if missing := s.row_blocks * s.given_rows - s.T * s.G:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, 0)))
+    return q.reshape(s.groups, s.given_rows, width)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
@@ -107,20 +108,22 @@ def _launch(
     mass = jax.ShapeDtypeStruct((s.groups, splits, s.rows), jnp.float32)
 
     def shared(*shape: int) -> Any:
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=SWIZZLED)
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=TILED)
 
+    copies = [s.query_copies(q.shape[-1]) for q in queries]
+    requests = sum(c.requests for c in copies)
     scratch = {
-        "q_buffer": shared(s.query_buffers, s.rows, s.H),  # then their result
+        "q_buffer": s.query_copies(s.H).buffers(s.query_buffers),  # then their result
         "tiles": shared(s.buffers, TILE, CHUNK),
         "p_buffer": shared(s.rows, TILE),
         "mass_buffer": plgpu.SMEM((s.rows,), jnp.float32),
         "full": plgpu.Barrier(num_barriers=s.buffers),
         "free": plgpu.Barrier(num_barriers=s.buffers),
-        "q_full": plgpu.Barrier(num_barriers=s.query_buffers, num_arrivals=len(queries)),
+        "q_full": plgpu.Barrier(num_barriers=s.query_buffers, num_arrivals=requests),
         "q_free": plgpu.Barrier(num_barriers=s.query_buffers),
     }
     if s.P:
-        scratch["q_rotated_buffer"] = shared(s.query_buffers, s.rows, s.P)
+        scratch["q_rotated_buffer"] = s.query_copies(s.P).buffers(s.query_buffers)
     kernel = functools.partial(
         plgpu.kernel,
         grid=(s.blocks,),
@@ -157,7 +160,7 @@ def _launch(
     counter = jnp.zeros((1,), jnp.int32)
     outputs = (partial, mass) if s.interpreted else (out, partial, mass)
     results = kernel(block, out_type=outputs, scratch_types=scratch)(
-        counter, length, *queries, *caches
+        counter, length, *map(RowCopies.source, copies, queries), *caches
     )
     if not s.interpreted:
         return results[0]

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.row_copies import RowCopies
+
 TILE = 64  # keys; the M of a matrix instruction
 CHUNK = 128  # widths that one copy brings; 16 KiB with 64 keys
 ROWS = (8, 16, 32, 40)  # query rows that one product may have; more are cut into blocks
@@ -48,6 +50,15 @@ class Shape:
     def row_blocks(self) -> int:
         """Products for a KV head; each of them reads its keys and values."""
         return -(-self.G * self.T // ROWS[-1])
+
+    @property
+    def given_rows(self) -> int:
+        """Query rows of a product that lie in global memory: without those that fill it up."""
+        return self.rows if self.interpreted or self.row_blocks > 1 else self.G * self.T
+
+    def query_copies(self, width: int) -> RowCopies:
+        """How the queries of a product get to shared memory."""
+        return RowCopies(self.given_rows, self.rows, width)
 
     @property
     def groups(self) -> int:

@@ -15,7 +15,6 @@ from pallas_kernels.split_keys.geometry import CHUNK, TILE, Shape, item, items, 
 # A masked score is lower than the start of the running maximum, so that its weight is exactly 0.
 MASKED, LOWEST = -2e30, -1e30
 LOG2_E = math.log2(math.e)
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 def copy_tiles(
@@ -23,7 +22,9 @@ def copy_tiles(
 ):
     """Streams the queries and tiles of this block's items into shared memory, in order."""
     *key_ref, value_ref = cache_refs
-    buffers = (rest["q_buffer"], rest.get("q_rotated_buffer"))
+    buffers = [(s.query_copies(s.H), rest["q_buffer"])]
+    if s.P:
+        buffers.append((s.query_copies(s.P), rest["q_rotated_buffer"]))
 
     def tile_chunk(group, tile, chunk):
         head = lax.div(group, s.row_blocks)
@@ -47,10 +48,8 @@ def copy_tiles(
             def _():
                 plgpu.barrier_wait(q_free.at[slot])
 
-            rows = pl.ds(slot * 0, s.rows)  # the last of which there may not be: zeros
-            for ref, buffer in zip(q_refs, buffers, strict=False):
-                source = ref.at[group, rows]
-                plgpu.copy_gmem_to_smem(source, buffer.at[slot], q_full.at[slot])
+            for ref, (rows, buffer) in zip(q_refs, buffers, strict=True):
+                rows.copy(ref.at[group], buffer, slot, q_full.at[slot])
 
         pl.when((count > 0) & queries_first)(load_queries)
 
@@ -81,7 +80,8 @@ def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_
     A result takes the place of its queries in shared memory, which leaves more to the tiles.
     """
     layout = plgpu.Layout.WGMMA
-    q_buffer, mass_buffer = scratch["q_buffer"], scratch["mass_buffer"]
+    q_buffer = s.query_copies(s.H).tiles(scratch["q_buffer"])
+    mass_buffer = scratch["mass_buffer"]
     totals = _totals(s, length_ref) if s.interpreted else None
 
     def step(n, counts):
@@ -151,9 +151,10 @@ def attend(s: Shape, length_ref, partial_ref, mass_ref, *, tiles, full, free, q_
 
 def _query_chunks(s: Shape, slot, *, q_buffer, q_rotated_buffer=None, **_) -> list[Any]:
     """What each chunk of a tile is multiplied with for the scores; None = nothing."""
-    own = [q_buffer.at[slot, :, pl.ds(c * CHUNK, CHUNK)] for c in range(s.value_chunks)]
+    tiles = s.query_copies(s.H).tiles(q_buffer)
+    own = [tiles.at[slot, :, pl.ds(c * CHUNK, CHUNK)] for c in range(s.value_chunks)]
     if s.P:
-        return [q_rotated_buffer.at[slot], *own]
+        return [s.query_copies(s.P).tiles(q_rotated_buffer).at[slot], *own]
     return own + [None] * s.value_chunks
 
 

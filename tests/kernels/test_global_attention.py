@@ -247,7 +247,8 @@ def test_a_row_of_the_kernel_has_the_same_bits_in_every_call(heads):
     verified = run(step(heads, MOST))
     B = len(verified)
     every = heads == PUBLISHED_GLOBAL[0]
-    for T in range(1, MOST) if every else (1, 2, 4, 5, 8):
+    # With 4 query heads on a KV head, 3, 5 and 9 give rows that are no multiple of 8.
+    for T in range(1, MOST) if every else (1, 2, 3, 4, 5, 8, 9):
         np.testing.assert_array_equal(run(step(heads, T))[:B], verified[:, :T])
     changed = run(step(heads, MOST, kept=2, fill=0.5))
     np.testing.assert_array_equal(changed[:, :2], verified[:, :2])

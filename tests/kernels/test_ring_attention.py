@@ -221,7 +221,7 @@ def overwritten(ring: jax.Array, length: jax.Array, kept: int, fill: float) -> j
 
 @pytest.mark.gpu
 @every_implementation
-@pytest.mark.parametrize("T", [1, 2, 4, 8, MOST])
+@pytest.mark.parametrize("T", [1, 2, 4, 5, 8, MOST])
 @pytest.mark.parametrize("heads", PUBLISHED_LOCAL, ids=str)
 def test_the_published_shapes(implementation, heads, T):
     expected = [x[:, :T] for x in published(heads)[1]]
@@ -236,7 +236,8 @@ def test_a_row_of_the_kernel_has_the_same_bits_in_every_call(heads):
     run = functools.partial(call, op, "mosaic", must_run=on_hopper())
     verified = run(step(heads, MOST))
     every = heads == PUBLISHED_LOCAL[-1]
-    for T in range(1, MOST) if every else (1, 2, 4, 8):
+    # With 2 and 4 query heads on a KV head, 3, 5, 6 and 9 give rows that are no multiple of 8.
+    for T in range(1, MOST) if every else (1, 2, 3, 4, 5, 6, 8, 9):
         np.testing.assert_array_equal(run(step(heads, T)), verified[:, :T])
     changed = run(step(heads, MOST, kept=2, fill=0.5))
     np.testing.assert_array_equal(changed[:, :2], verified[:, :2])
