@@ -191,12 +191,14 @@ def test_greedy_tokens_are_the_stored_ones(name):
 
 
 def test_the_bundled_model_writes_what_it_writes_on_a_cpu(monkeypatch):
+    """Whoever guesses, and however often the loops within CUDA graphs are called."""
     monkeypatch.setattr(compilation_cache, "enable", lambda: None)  # that is the user's
 
-    def text() -> str:
+    def texts(*drafters: str | None) -> list[str]:
         gemma = carat.load("tiny", dtype="float32", progress=False)
-        return gemma.generate("def main(", max_new_tokens=48).text
+        drafters = [name and carat.load_drafter(name, gemma) for name in drafters]
+        return [gemma.generate("def main(", max_new_tokens=96, drafter=d).text for d in drafters]
 
     with jax.default_device(jax.devices("cpu")[0]):
-        expected = text()
-    assert text() == expected
+        (expected,) = texts(None)
+    assert texts(None, "ngram", "tiny", None, "ngram") == [expected] * 5

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Tiles(NamedTuple):
@@ -17,9 +18,9 @@ class Tiles(NamedTuple):
       of_row: int32 [n], the tile that holds each row.
     """
 
-    first: jax.Array
-    count: jax.Array
-    of_row: jax.Array
+    first: jax.Array | np.ndarray
+    count: jax.Array | np.ndarray
+    of_row: jax.Array | np.ndarray
 
 
 def tile_height(n: int, E: int) -> int:
@@ -44,9 +45,9 @@ def cut(index: jax.Array, height: int, E: int, absent: bool = False) -> Tiles:
 
 def _cut(index: jax.Array, height: int, E: int) -> Tiles:
     n = len(index)
-    row = jnp.arange(n)
-    if n <= height:
-        return Tiles(row, jnp.ones_like(row), row)
+    row = np.arange(n, dtype=np.int32)
+    if n <= height:  # constants, for which no kernel runs
+        return Tiles(row, np.ones_like(row), row)
     blocks = jnp.pad(index, (0, -n % height), constant_values=-1).reshape(-1, height)
     same = blocks[:, :, None] == blocks[:, None, :]
     place = jnp.argmax(same, -1).reshape(-1)[:n]  # of the first such row in the block
