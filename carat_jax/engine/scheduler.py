@@ -132,12 +132,13 @@ class Scheduler:
         self._drop_cancelled()
         if self.reading is None:
             self._begin_reading()
-        if self.reading is not None:
+        beside_prefill = self.reading is not None
+        if beside_prefill:
             self._read_on(self.reading)
         if self.reading is None and not self.waiting:
             self.rows.shrink()  # some may have been left while a prompt was read
         if self.rows.live:
-            steps = STEPS if self.reading is None else STEPS_BESIDE_PREFILL
+            steps = STEPS_BESIDE_PREFILL if beside_prefill else STEPS
             self._flights.append(Flight(list(self.rows.occupants), *self.rows.step(steps)))
             self._land(ahead=1)
         else:
