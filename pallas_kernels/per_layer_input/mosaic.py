@@ -10,8 +10,8 @@ by on plain arithmetic units: a row times so few weights gives wgmma nothing to 
 2. A block has 64 columns of the projection. It adds up the pieces in their order, and activates.
 
 Bytes of E4B at one row: 1.3 MB of each matrix out of device memory, 0.3 µs at 4.69 TB/s. Besides,
-each of 40 blocks reads 87 KB in the first launch (72 of them the seven pieces of y) and 11 KB in
-the second, out of L2: 0.8 and 0.1 µs at the 64 bytes a clock that a multiprocessor gets. The rest
+each of 40 blocks reads 82 KB in the first launch (72 of them the seven pieces of y) and 11 KB in
+the second, out of L2: 0.7 and 0.1 µs at the 64 bytes a clock that a multiprocessor gets. The rest
 is latency: a launch, a round of loads, the sum of a norm or an activation, a product of 0.25 µs,
 a round of stores. Predicted 3 and 2.5 µs, not measured yet.
 
