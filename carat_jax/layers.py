@@ -137,8 +137,3 @@ def rms_norm(x: jax.Array, w: jax.Array | None, eps: float) -> jax.Array:
     x = x.astype(jnp.float32)
     x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x if w is None else x * w.astype(jnp.float32)
-
-
-def gelu(x: jax.Array) -> jax.Array:
-    """The tanh form of GELU, in float32."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=True)

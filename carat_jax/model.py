@@ -23,7 +23,6 @@ from carat_jax.layers import (
     Entry,
     add_and_enter,
     enter,
-    gelu,
     linear,
     rms_norm,
     total,
@@ -31,7 +30,7 @@ from carat_jax.layers import (
     whole,
 )
 from carat_jax.sharding import MODEL
-from pallas_kernels import PartialSums, summed
+from pallas_kernels import PartialSums, per_layer_input, summed
 
 Params = dict[str, Any]
 
@@ -86,7 +85,7 @@ class Block(nn.Module):
         h: jax.Array,
         y: jax.Array | PartialSums,
         following: Entry,
-        per_layer_input: jax.Array | None,
+        per_layer_inputs: jax.Array | None,
         angles: tuple[jax.Array, jax.Array],
         step: Step,
         kv: LayerKV | None,
@@ -98,7 +97,7 @@ class Block(nn.Module):
           h: residual [B, T, D].
           y: what `entry` reads of h.
           following: what reads the new residual.
-          per_layer_input: [B, T, P] or None.
+          per_layer_inputs: [B, T, L, P] of all layers, or None.
           angles, step, kv, lent: as in `Attention`.
 
         Returns:
@@ -123,14 +122,29 @@ class Block(nn.Module):
                 y = self._norm(y, self.post_feedforward_layernorm_1)
                 y = y + self._norm(m.astype(h.dtype), self.post_feedforward_layernorm_2)
         w = self.post_feedforward_layernorm
-        if per_layer_input is not None:
+        if per_layer_inputs is not None:
             with jax.named_scope("per_layer_input"):
-                h = h + self._norm(summed(y), w)
-                g = linear(h, self.per_layer_input_gate)
-                y = linear(gelu(g) * per_layer_input, self.per_layer_projection)
+                h, y = self._gate_input(h, y, w, per_layer_inputs)
                 w = self.post_per_layer_input_norm
         h, y = add(h, y, w, following, scale=self.layer_scalar)
         return h, y, kv, keys
+
+    def _gate_input(
+        self, h: jax.Array, y: jax.Array | PartialSums, w: jax.Array, inputs: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual with the MLP's output y added, and what the layer's own input adds next."""
+        D, (L, P) = h.shape[-1], inputs.shape[-2:]
+        new, product = per_layer_input(
+            h.reshape(-1, D),
+            y.reshape(-1, D),
+            w,
+            self.per_layer_input_gate,
+            inputs.reshape(-1, L, P),
+            self.per_layer_projection,
+            layer=self.spec.index,
+            eps=self.config.rms_norm_eps,
+        )
+        return new.reshape(h.shape), product.reshape(h.shape)
 
     def _norm(self, x: jax.Array, w: jax.Array) -> jax.Array:
         return rms_norm(x, w, self.config.rms_norm_eps).astype(x.dtype)
@@ -186,9 +200,8 @@ class Gemma4(nn.Module):
         for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)
             kv = next(stored) if stored is not None and spec.owns_kv else None
-            own = None if per_layer is None else per_layer[:, :, spec.index]
             h, y, kv, keys[spec.index] = block(
-                h, y, after, own, angles[spec.window], step, kv, keys.get(spec.kv_donor)
+                h, y, after, per_layer, angles[spec.window], step, kv, keys.get(spec.kv_donor)
             )
             if kv is not None:
                 written.append(kv)

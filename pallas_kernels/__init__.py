@@ -13,6 +13,7 @@ from pallas_kernels.expert_matmul import expert_matmul
 from pallas_kernels.gated_gelu import gated_gelu
 from pallas_kernels.global_attention import global_attention
 from pallas_kernels.partial_sums import PartialSums, summed
+from pallas_kernels.per_layer_input import per_layer_input
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.residual_norm_matmul import residual_norm_matmul
@@ -28,6 +29,7 @@ __all__ = [
     "expert_matmul",
     "gated_gelu",
     "global_attention",
+    "per_layer_input",
     "prefill_attention",
     "residual_norm",
     "residual_norm_matmul",

@@ -128,17 +128,24 @@ def exact_logits(name: str) -> np.ndarray:
     return followed(config, np.asarray(one_pass(wide, tokens_of(config))))
 
 
-@pytest.mark.parametrize("rows", [slice(None), slice(5, 6)], ids=["all", "one"])
-def test_verifying_gives_the_bits_of_decoding(rows):
-    """What makes speculation choose the tokens of plain decoding in bfloat16 too. Of 31B: every
-    product of it is large enough for `skinny_matmul`. A row alone is decoded by kernels of its
-    own, those of `residual_norm_matmul`."""
-    config = CONFIGS["31b"]
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        pytest.param("31b", slice(None), id="31b-all"),
+        pytest.param("31b", slice(5, 6), id="31b-one"),
+        pytest.param("e4b", slice(5, 6), id="e4b-one"),
+    ],
+)
+def test_verifying_gives_the_bits_of_decoding(name, rows):
+    """What makes speculation choose the tokens of plain decoding in bfloat16 too. Every product of
+    these is large enough for `skinny_matmul`, or in `per_layer_input`, which leaves more than 16
+    rows to XLA. A row alone is decoded by kernels of its own, those of `residual_norm_matmul`."""
+    config = CONFIGS[name]
     tokens, lengths = tokens_of(config), prompt_lengths(config)
 
     def logits(sizes: list[int]) -> np.ndarray:
-        state = prefilled("31b", lengths[rows], tokens[rows], None)
-        return decoded("31b", state, followed(config, tokens)[rows], sizes, None)
+        state = prefilled(name, lengths[rows], tokens[rows], None)
+        return decoded(name, state, followed(config, tokens)[rows], sizes, None)
 
     one_by_one = logits([1] * (ONE_BY_ONE + TOGETHER))
     np.testing.assert_array_equal(logits([ONE_BY_ONE + TOGETHER]), one_by_one)

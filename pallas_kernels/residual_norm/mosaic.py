@@ -38,7 +38,7 @@ def residual_norm(
     """
     if interpret is None:
         require_hopper()
-    check(h, y, w, next_w)
+    check(h, y=y, w=w, next_w=next_w)
     D = h.shape[-1]
     M = h.size // D
     if M > MOST_ROWS:

@@ -1,4 +1,4 @@
-"""What the warpgroups of a block do to one row: norm, residual sum, norm."""
+"""What the warpgroups of a block do to one row: norm, residual sum, and perhaps another norm."""
 
 import dataclasses
 from typing import Any
@@ -19,9 +19,9 @@ MOST_PARTS = 8  # warpgroups of a row
 WARPS = 4  # of a warpgroup
 
 
-def check(h: jax.Array, y: jax.Array | PartialSums, w: jax.Array, next_w: jax.Array) -> None:
+def check(h: jax.Array, **others: jax.Array | PartialSums) -> None:
     """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192."""
-    for name, x in (("h", h), ("y", y), ("w", w), ("next_w", next_w)):
+    for name, x in (("h", h), *others.items()):
         if x.dtype != jnp.bfloat16:
             raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
     D = h.shape[-1]
@@ -65,12 +65,26 @@ class Row:
         return pl.ds(lax.axis_index("part") * self.width, self.width)
 
     def scratch(self) -> dict[str, Any]:
-        """Types of what `add_and_norm` takes as keywords."""
+        """Types of what `add` and `add_and_norm` take as keywords."""
         return {
             "sums": plgpu.SMEM((2, self.parts), jnp.float32),
             "warp_sums": plgpu.SMEM((self.parts, WARPS), jnp.float32),
             "meet": plgpu.Barrier(num_barriers=2, num_arrivals=self.parts),
         }
+
+    def add(
+        self, row: Any, h_ref: Any, y_ref: Any, w_ref: Any, which: Any = 0, **scratch: Any
+    ) -> jax.Array:
+        """A warpgroup's own widths of the new residual, rounded, float32 in `layout`.
+
+        Args:
+          row: which one of h [M, D] and y [pieces, M, D].
+          which: 0 or 1, where the warpgroups meet. Not twice in succession in the same place: a
+            slow one would read what a fast one has written since.
+        """
+        y = _rounded(add_up(self._load(y_ref.at[i, row, self.own]) for i in range(y_ref.shape[0])))
+        h, w = self._load(h_ref.at[row, self.own]), self._load(w_ref.at[self.own])
+        return _rounded(h + _rounded(self._norm(y, w, which, **scratch)))
 
     def add_and_norm(
         self,
@@ -80,41 +94,38 @@ class Row:
         w_ref: Any,
         next_ref: Any,
         scale_refs: list[Any],
-        *,
-        sums: Any,
-        warp_sums: Any,
-        meet: Any,
+        **scratch: Any,
     ) -> tuple[jax.Array, jax.Array]:
         """A warpgroup's own widths of the new residual and of its norm, bfloat16 in `layout`.
 
         Args:
           row: which one of h [M, D] and y [pieces, M, D].
         """
-        part, own = lax.axis_index("part"), self.own
-        sum_squares = _sum_squares_interpreted if self.interpreted else _sum_squares(self.layout)
-
-        def load(ref):
-            return plgpu.load(ref, layout=self.layout).astype(jnp.float32)
-
-        def norm(x, w, which):
-            total = sum_squares(x, warp_sums.at[part])
-            if self.parts > 1:  # every warpgroup adds up the sums of all, in the same order
-                sums[which, part] = total
-                plgpu.barrier_arrive(meet.at[which])
-                plgpu.barrier_wait(meet.at[which])
-                total = sum(sums[which, i] for i in range(self.parts))
-            return x * lax.rsqrt(total / self.D + self.eps) * w
-
-        def rounded(x):
-            return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-        y = rounded(add_up(load(y_ref.at[i, row, own]) for i in range(y_ref.shape[0])))
-        h = load(h_ref.at[row, own])
-        w, next_w = load(w_ref.at[own]), load(next_ref.at[own])
-        h = rounded(h + rounded(norm(y, w, 0)))
+        next_w = self._load(next_ref.at[self.own])  # on its way from the start
+        h = self.add(row, h_ref, y_ref, w_ref, **scratch)
         for ref in scale_refs:
-            h = rounded(h * ref[0].astype(jnp.float32))
-        return h.astype(jnp.bfloat16), norm(h, next_w, 1).astype(jnp.bfloat16)
+            h = _rounded(h * ref[0].astype(jnp.float32))
+        return h.astype(jnp.bfloat16), self._norm(h, next_w, 1, **scratch).astype(jnp.bfloat16)
+
+    def _load(self, ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=self.layout).astype(jnp.float32)
+
+    def _norm(
+        self, x: jax.Array, w: jax.Array, which: Any, *, sums: Any, warp_sums: Any, meet: Any
+    ) -> jax.Array:
+        sum_squares = _sum_squares_interpreted if self.interpreted else _sum_squares(self.layout)
+        part = lax.axis_index("part")
+        total = sum_squares(x, warp_sums.at[part])
+        if self.parts > 1:  # every warpgroup adds up the sums of all, in the same order
+            sums[which, part] = total
+            plgpu.barrier_arrive(meet.at[which])
+            plgpu.barrier_wait(meet.at[which])
+            total = sum(sums[which, i] for i in range(self.parts))
+        return x * lax.rsqrt(total / self.D + self.eps) * w
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def _sum_squares_interpreted(x: jax.Array, scratch: Any) -> jax.Array:

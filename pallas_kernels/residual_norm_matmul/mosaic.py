@@ -61,7 +61,7 @@ def residual_norm_matmul(
     """
     interpreted = interpret is not None
     cores = blocks if interpreted else require_hopper()
-    row.check(h, y, w, next_w)
+    row.check(h, y=y, w=w, next_w=next_w)
     stream.check(h.dtype, matrix, False, interpreted)
     if len(h) != 1:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes one")
