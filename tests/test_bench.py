@@ -61,7 +61,7 @@ def test_decode(capsys, tmp_path, monkeypatch):
     assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"], rel=0.05)
     assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms"], rel=0.05)
     assert row["gb_per_s"] == round(read.total / row["ms"] / 1e6)
-    assert row["compile_s"] > 0
+    assert 0 <= row["compile_s"] < 60  # next to nothing if another test has compiled the same
     assert row["first_token_s"] > 0
     assert row["peak_gb"] is None  # a CPU does not count
     assert row["large_copies"] == 0
