@@ -35,7 +35,8 @@ class Engine:
 
     Memory, beside the weights: as many states of `max_context` tokens as there are slots (those
     of ended sequences are kept where a slot is free, for prompts that go on from there), one more
-    for a prompt being read, one for each snapshot, and for a moment one that is being moved.
+    for a prompt being read or read ahead of a slot, one for each snapshot, and for a moment one
+    that is being moved.
 
     Attributes:
       registry: its metrics (see `metrics.Metrics`), for `prometheus_client.start_http_server` or

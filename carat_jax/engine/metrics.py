@@ -64,7 +64,8 @@ class Metrics:
             "itl_seconds", "Between two arrivals of tokens; one may bring several.", TOKENS
         )
         gauge("slots", "Sequences that can generate at once.", lambda: slots)
-        gauge("slots_occupied", "Slots with a request.", lambda: len(admitted))
+        # One more may be read ahead.
+        gauge("slots_occupied", "Slots with a request.", lambda: min(len(admitted), slots))
         gauge("requests_waiting", "Requests without a slot.", lambda: len(waiting))
         gauge("memory_bytes", "Bytes of arrays on the device: weights and states.", memory_bytes)
 

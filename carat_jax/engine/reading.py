@@ -30,6 +30,7 @@ class Reading:
       kv, hidden: state of the sequence, and what `prefill_chunk` returned last.
       drafting: the drafter's state, None where none is wanted.
       drafted: tokens of the prompt that it holds.
+      reused: tokens of it that need not be read.
     """
 
     owner: Any
@@ -41,6 +42,7 @@ class Reading:
     hidden: jax.Array
     drafting: Any
     drafted: int = 0
+    reused: int = 0
 
     @property
     def finite(self) -> bool:
@@ -86,7 +88,10 @@ class Reader:
         if self._speculation is not None and drafted:
             drafting = self._speculation.drafter.init(self._config, 1, self._max_context)
             drafting = sharding.place(drafting, self._mesh)
-        return Reading(owner, ids, end, len(past.ids), past.written, past.kv, hidden, drafting)
+        count = len(past.ids)
+        return Reading(
+            owner, ids, end, count, past.written, past.kv, hidden, drafting, reused=count
+        )
 
     def read_on(self, reading: Reading) -> bool:
         """Reads one chunk; returns whether there are no more."""

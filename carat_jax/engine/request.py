@@ -22,7 +22,7 @@ class Times:
 
     Attributes:
       submitted: by the caller.
-      admitted: a slot was given and the prompt begun.
+      admitted: a slot was given; the prompt may have been read before.
       pieces: when tokens came, and how many.
       ended: nothing more comes.
     """

@@ -2,6 +2,7 @@
 
 A unit of work is at most one chunk of one prompt, then a few tokens for everyone who is past
 the prompt. So a long prompt holds the others up for a chunk at a time, and they go on meanwhile.
+While all slots are taken the next prompt is read ahead, so that a slot is not idle for that long.
 The tokens of a unit are fetched when the next one has been dispatched, so that the device need not
 wait for the host. No threads here: `Engine` calls `step` from one.
 """
@@ -78,6 +79,7 @@ class Scheduler:
       waiting: requests without a slot; the caller appends.
       snapshots: what is to be read and kept, and who waits for it.
       reading: the prompt being read, if any.
+      ready: one that was read before a slot was free for it, if any.
       rows: the sequences that generate.
       pasts: states of ended ones.
       metrics: what was done so far.
@@ -112,6 +114,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.snapshots: deque[tuple[list[int], Future]] = deque()
         self.reading: Reading | None = None
+        self.ready: Reading | None = None
         self.rows = Rows(params, config, slots, speculation)
         self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
         self._reader = Reader(params, config, max_context, self.chunks, speculation)
@@ -124,18 +127,29 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        work = self.waiting or self.snapshots or self.reading or self.rows.live or self._flights
-        return not work
+        return not (self._coming or self.snapshots or self.rows.live or self._flights)
+
+    @property
+    def _coming(self) -> bool:
+        """Whether someone is on the way to a slot, or something is being read."""
+        return bool(self.waiting or self.reading or self.ready)
+
+    @property
+    def _slot_free(self) -> bool:
+        return len(self.rows.live) < self.slots
 
     def step(self) -> None:
         """One unit of work; see the module's docstring."""
         self._drop_cancelled()
+        if self.ready is not None and self._slot_free:
+            self._admit(self.ready)
+            self._join(self.ready)
         if self.reading is None:
             self._begin_reading()
         beside_prefill = self.reading is not None
         if beside_prefill:
             self._read_on(self.reading)
-        if self.reading is None and not self.waiting:
+        if not self._coming:
             self.rows.shrink()  # some may have been left while a prompt was read
         if self.rows.live:
             steps = STEPS_BESIDE_PREFILL if beside_prefill else STEPS
@@ -163,7 +177,8 @@ class Scheduler:
         self.waiting.clear()
         self.snapshots.clear()
         self._admitted.clear()
-        self._stop_reading()
+        self._stop_reading(self.reading)
+        self._stop_reading(self.ready)
         self._flights.clear()
         self.rows.clear()
         self.pasts.clear()
@@ -173,19 +188,24 @@ class Scheduler:
             future.set_exception(error)
 
     def _begin_reading(self) -> None:
-        """Takes up the next prompt, if there is one and a slot for it. A snapshot needs none."""
+        """Takes up the next prompt, if there is one that may be read. A snapshot needs no slot."""
         if self.snapshots:
             ids, future = self.snapshots.popleft()
             # The last token of a prompt is always left to be read: here it is none of theirs.
             with self._ending(future):
                 self._open(future, [*ids, 0], len(ids))
-        elif self.waiting and len(self.rows.live) < self.slots:
+        elif self.waiting and self.ready is None:
             request = self.waiting.popleft()
             admitted = Admitted(request, tally=SpeculationTally(1) if self.speculation else None)
             self._admitted.append(admitted)
-            request.times.admitted = time.perf_counter()
             self._open(admitted, request.prompt, len(request.prompt))
-            self.metrics.admitted(request.times, len(request.prompt), self.reading.count)
+
+    def _admit(self, reading: Reading) -> None:
+        """Gives a request its slot, if it has none yet."""
+        request = reading.owner.request
+        if request.times.admitted is None:
+            request.times.admitted = time.perf_counter()
+            self.metrics.admitted(request.times, len(request.prompt), reading.reused)
 
     def _open(self, owner: Admitted | Future, ids: list[int], end: int) -> None:
         past = self.pasts.take(ids)
@@ -194,13 +214,18 @@ class Scheduler:
 
     def _read_on(self, reading: Reading) -> None:
         """One chunk; after the last, the sequence joins the others, or the snapshot is kept."""
-        with self._ending(reading.owner):
+        owner = reading.owner
+        with self._ending(owner):
+            if isinstance(owner, Admitted) and self._slot_free:
+                self._admit(reading)
             if not self._reader.read_on(reading):
                 return
-            if isinstance(reading.owner, Future):
-                self._keep_snapshot(reading, reading.owner)
+            if isinstance(owner, Future):
+                self._keep_snapshot(reading, owner)
+            elif owner.request.times.admitted is None:
+                self.ready, self.reading = reading, None
             else:
-                self._join(reading, reading.owner)
+                self._join(reading)
 
     def _keep_snapshot(self, reading: Reading, future: Future) -> None:
         if not reading.finite:
@@ -222,23 +247,24 @@ class Scheduler:
         except Exception as error:
             if not isinstance(owner, Future):
                 raise
-            self._stop_reading()
+            self._stop_reading(self.reading)
             owner.set_exception(error)
 
-    def _join(self, reading: Reading, admitted: Admitted) -> None:
+    def _join(self, reading: Reading) -> None:
         """The first token after a prompt, and a row for those that follow."""
+        admitted = reading.owner
         self._land()  # there before the prompt's last chunk is
         first, state = self._reader.finish(reading, admitted.request.options)
         admitted.written = reading.written
         last = self._take(admitted, first, 0)
         if last is not None:
             kv = reading.kv if reading.finite else None
-            self.reading = None
+            self._leave(reading)
             self._end(admitted, last, kv)
             return
         self._make_room(self.rows.needed)
         self.rows.insert(admitted, self._reader.with_drafter(reading, state))
-        self.reading = None  # only now: if any of this fails, `abandon` is to find it
+        self._leave(reading)  # only now: if any of this fails, `abandon` is to find it
 
     def _land(self, *, ahead: int = 0) -> None:
         """Hands out what is in flight, all but the newest `ahead`, and ends what is over then."""
@@ -325,7 +351,7 @@ class Scheduler:
             ids = np.asarray(ids[: int(kv.length[0])])
             written = max(admitted.written, len(ids) + self._written_ahead)
             self.pasts.keep(Past(ids, kv, written))
-        if self.reading is None and not self.waiting:
+        if not self._coming:
             self.rows.shrink()
         self._make_room(len(self.rows.occupants))
         self._admitted.remove(admitted)  # last: `abandon` is to find it if any of this fails
@@ -335,23 +361,31 @@ class Scheduler:
         while len(self.pasts) and rows + len(self.pasts) > self.slots:
             self.pasts.drop_oldest()
 
-    def _stop_reading(self) -> None:
-        if self.reading is not None:
-            free((self.reading.kv, self.reading.drafting))
-        self.reading = None
+    def _stop_reading(self, reading: Reading | None) -> None:
+        if reading is not None:
+            free((reading.kv, reading.drafting))
+            self._leave(reading)
+
+    def _leave(self, reading: Reading) -> None:
+        """It is neither being read nor ready any more."""
+        if reading is self.reading:
+            self.reading = None
+        else:
+            self.ready = None
 
     def _drop_cancelled(self) -> None:
         for request in [r for r in self.waiting if r.cancelling]:
             self.waiting.remove(request)
             self._fail(request, Cancelled(None))
-        reading, owner = self.reading, self.reading and self.reading.owner
-        if isinstance(owner, Admitted) and owner.request.cancelling:
-            kv = reading.kv if reading.finite else None
-            self.reading = None
-            free(reading.drafting)
-            owner.written = reading.written
-            self._release(owner, kv)
-            self._fail(owner.request, Cancelled(None))
+        for reading in (self.reading, self.ready):
+            owner = reading and reading.owner
+            if isinstance(owner, Admitted) and owner.request.cancelling:
+                kv = reading.kv if reading.finite else None
+                self._leave(reading)
+                free(reading.drafting)
+                owner.written = reading.written
+                self._release(owner, kv)
+                self._fail(owner.request, Cancelled(None))
         # Looked at once: another thread may cancel one more meanwhile.
         cancelled = [a for a in self.rows.live if a.request.cancelling]
         if cancelled:

@@ -221,6 +221,48 @@ def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
     assert read == 190
 
 
+def test_a_prompt_is_read_while_all_slots_are_taken():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+    talking = by_hand.submit(s, model, BASE[:5], max_new_tokens=60)
+    s.step()
+    first, second = (by_hand.submit(s, model, BASE[:n], max_new_tokens=9) for n in (200, 100))
+    for _ in range(4):  # chunks of 64
+        assert s.ready is None
+        s.step()
+    assert s.ready.owner.request is first and first.times.admitted is None
+    snapshot = s.snapshot(BASE[:30])  # what is ready is in nobody's way
+    s.step()
+    assert snapshot.done() and s.reading is None
+    while not first.row.tokens:
+        assert not second.row.tokens
+        s.step()
+    assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=60).tokens
+    assert first.times.admitted >= talking.times.pieces[-1][0]
+    by_hand.work_off(s)
+    for request, n in ((first, 200), (second, 100)):
+        assert request.result(0).tokens == model.generate(BASE[:n], max_new_tokens=9).tokens
+    assert first.times.first_token < second.times.first_token
+
+
+def test_what_was_read_ahead_can_be_cancelled():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+    talking = by_hand.submit(s, model, BASE[:5], max_new_tokens=60)
+    s.step()
+    cancelled, next_one = (by_hand.submit(s, model, BASE[:n], max_new_tokens=9) for n in (30, 40))
+    s.step()
+    assert s.ready.owner.request is cancelled
+    cancelled.cancel()
+    s.step()
+    with pytest.raises(Cancelled):
+        cancelled.result(0)
+    assert s.ready.owner.request is next_one
+    by_hand.work_off(s)
+    assert talking.result(0).tokens == model.generate(BASE[:5], max_new_tokens=60).tokens
+    assert next_one.result(0).tokens == model.generate(BASE[:40], max_new_tokens=9).tokens
+
+
 def test_a_snapshot_that_fails_ends_alone(monkeypatch):
     model = by_hand.small_gemma()
     s = by_hand.scheduler(model, 1)
