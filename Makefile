@@ -25,5 +25,5 @@ test-slow: setup
 # for a GPU is left to `make test`.
 test-gpu: setup
 	@.venv/bin/python -c 'import jax; d = jax.default_backend(); exit(d != "gpu" and f"make test-gpu needs a GPU: JAX finds only {d}")'
-	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m "not network and not slow" -n 4 \
+	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m "not network and not slow" -n 8 \
 	  --ignore-glob "*_mosaic.py" --ignore tests/kernels/test_split_keys.py tests/kernels tests/test_gpu.py

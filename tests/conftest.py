@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 
 # The simulator of Mosaic kernels blocks a thread of XLA's CPU client for each warpgroup.
 os.environ.setdefault("NPROC", "8")
@@ -69,8 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadFileScheduling):
-    """Deals whole files out to the processes of `pytest -n`, and notebooks one by one, in the order
-    above."""
+    """Deals whole files out to the processes of `pytest -n`, in the order above; but notebooks one
+    by one, and the tests of a kernel at published shapes by size, which share expected values."""
 
     def __init__(self, config: pytest.Config, log: object) -> None:
         config.option.loadscopereorder = False
@@ -79,6 +80,8 @@ class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if "test_notebooks.py" in nodeid:
             return nodeid
+        if of_a_size := re.match(r"(.*/kernels/\w+\.py)::\w+\[(31b|12b|26b-a4b|e4b|e2b)\b", nodeid):
+            return "::".join(of_a_size.groups())
         return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
 
 
