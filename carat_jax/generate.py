@@ -213,7 +213,8 @@ def decode(
 ) -> tuple[Tokens, DecodeState]:
     """Up to `steps` more tokens, fewer where every row ends before.
 
-    Not for use inside another jit (see `device_loops`): that is `generate_tokens`.
+    Cannot be called inside another jit (see `device_loops`); `generate_tokens` can, and there the
+    host turns the loop.
 
     Args:
       params, config: the model.

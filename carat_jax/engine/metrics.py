@@ -1,6 +1,6 @@
 """What an engine does, counted and timed where it happens, for Prometheus to read."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -27,8 +27,8 @@ class Metrics:
       registry: of `prometheus_client`, with these metrics alone. Times are in seconds.
     """
 
-    def __init__(self, slots: int, admitted: Sized, waiting: Sized) -> None:
-        """Of so many slots, the requests that have one and those that wait for one."""
+    def __init__(self, slots: int, occupied: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """`occupied` of so many slots, and requests that have none."""
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -64,9 +64,8 @@ class Metrics:
             "itl_seconds", "Between two arrivals of tokens; one may bring several.", TOKENS
         )
         gauge("slots", "Sequences that can generate at once.", lambda: slots)
-        # One more may be read ahead.
-        gauge("slots_occupied", "Slots with a request.", lambda: min(len(admitted), slots))
-        gauge("requests_waiting", "Requests without a slot.", lambda: len(waiting))
+        gauge("slots_occupied", "Slots with a request.", occupied)
+        gauge("requests_waiting", "Requests without a slot.", waiting)
         gauge("memory_bytes", "Bytes of arrays on the device: weights and states.", memory_bytes)
 
     def refused(self) -> None:

@@ -1,8 +1,9 @@
 """Which sequence the device works for next: first come, first served, no one stands still for long.
 
 A unit of work is at most one chunk of one prompt, then a few tokens for everyone who is past
-the prompt. So a long prompt holds the others up for a chunk at a time, and they go on meanwhile.
-While all slots are taken the next prompt is read ahead, so that a slot is not idle for that long.
+the prompt: fewer beside a chunk. So a long prompt holds the others up for a chunk at a time, and
+they go on meanwhile. While all slots are taken the next prompt is read ahead, and joins the others
+when one is free, so that no slot is idle while a prompt is read for it.
 The tokens of a unit are fetched when the next one has been dispatched, so that the device need not
 wait for the host. No threads here: `Engine` calls `step` from one.
 """
@@ -40,11 +41,12 @@ STEPS_BESIDE_PREFILL = 4
 
 
 @dataclasses.dataclass(eq=False)
-class Admitted:
-    """A request with a slot.
+class Served:
+    """A request that no longer waits: its prompt is being read, has been, or is gone on from.
 
     Attributes:
-      request: whose slot it is.
+      request: whose it is.
+      has_slot: not while its prompt is read ahead.
       generated: ids made on the device, those after a stop string too.
       written: see `Past`.
       tally: what speculation did; None without a drafter.
@@ -52,6 +54,7 @@ class Admitted:
     """
 
     request: Request
+    has_slot: bool = False
     generated: list[int] = dataclasses.field(default_factory=list)
     written: int = 0
     tally: SpeculationTally | None = None
@@ -67,7 +70,7 @@ class Flight:
       tokens, counts: as `Rows.step` returned them.
     """
 
-    occupants: list[Admitted | None]
+    occupants: list[Served | None]
     tokens: generate.Tokens
     counts: Counts | None
 
@@ -120,9 +123,9 @@ class Scheduler:
         self._reader = Reader(params, config, max_context, self.chunks, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
-        self._admitted: list[Admitted] = []
+        self._served: list[Served] = []
         self._flights: deque[Flight] = deque()  # the oldest first
-        self.metrics = Metrics(slots, self._admitted, self.waiting)
+        self.metrics = Metrics(slots, self._occupied, self._without_slot)
 
     @property
     def idle(self) -> bool:
@@ -136,13 +139,19 @@ class Scheduler:
 
     @property
     def _slot_free(self) -> bool:
-        return len(self.rows.live) < self.slots
+        return self._occupied() < self.slots
+
+    def _occupied(self) -> int:
+        return sum(served.has_slot for served in self._served)
+
+    def _without_slot(self) -> int:
+        return len(self.waiting) + len(self._served) - self._occupied()
 
     def step(self) -> None:
         """One unit of work; see the module's docstring."""
         self._drop_cancelled()
         if self.ready is not None and self._slot_free:
-            self._admit(self.ready)
+            self._give_slot(self.ready)
             self._join(self.ready)
         if self.reading is None:
             self._begin_reading()
@@ -170,13 +179,13 @@ class Scheduler:
 
     def abandon(self, error: BaseException) -> None:
         """Ends every request with this error, and frees everything."""
-        requests = [*(admitted.request for admitted in self._admitted), *self.waiting]
+        requests = [*(served.request for served in self._served), *self.waiting]
         futures = [future for _, future in self.snapshots]
         if self.reading is not None and isinstance(self.reading.owner, Future):
             futures.append(self.reading.owner)
         self.waiting.clear()
         self.snapshots.clear()
-        self._admitted.clear()
+        self._served.clear()
         self._stop_reading(self.reading)
         self._stop_reading(self.ready)
         self._flights.clear()
@@ -196,36 +205,35 @@ class Scheduler:
                 self._open(future, [*ids, 0], len(ids))
         elif self.waiting and self.ready is None:
             request = self.waiting.popleft()
-            admitted = Admitted(request, tally=SpeculationTally(1) if self.speculation else None)
-            self._admitted.append(admitted)
-            self._open(admitted, request.prompt, len(request.prompt))
+            served = Served(request, tally=SpeculationTally(1) if self.speculation else None)
+            self._served.append(served)
+            self._open(served, request.prompt, len(request.prompt))
 
-    def _admit(self, reading: Reading) -> None:
-        """Gives a request its slot, if it has none yet."""
-        request = reading.owner.request
-        if request.times.admitted is None:
-            request.times.admitted = time.perf_counter()
-            self.metrics.admitted(request.times, len(request.prompt), reading.reused)
+    def _give_slot(self, reading: Reading) -> None:
+        """Gives the request whose prompt this is a slot."""
+        served, times = reading.owner, reading.owner.request.times
+        served.has_slot, times.admitted = True, time.perf_counter()
+        self.metrics.admitted(times, len(served.request.prompt), reading.reused)
 
-    def _open(self, owner: Admitted | Future, ids: list[int], end: int) -> None:
+    def _open(self, owner: Served | Future, ids: list[int], end: int) -> None:
         past = self.pasts.take(ids)
         self._make_room(self.rows.needed)
-        self.reading = self._reader.open(owner, ids, end, past, drafted=isinstance(owner, Admitted))
+        self.reading = self._reader.open(owner, ids, end, past, drafted=isinstance(owner, Served))
 
     def _read_on(self, reading: Reading) -> None:
         """One chunk; after the last, the sequence joins the others, or the snapshot is kept."""
         owner = reading.owner
         with self._ending(owner):
-            if isinstance(owner, Admitted) and self._slot_free:
-                self._admit(reading)
+            if isinstance(owner, Served) and not owner.has_slot and self._slot_free:
+                self._give_slot(reading)
             if not self._reader.read_on(reading):
                 return
             if isinstance(owner, Future):
                 self._keep_snapshot(reading, owner)
-            elif owner.request.times.admitted is None:
-                self.ready, self.reading = reading, None
-            else:
+            elif owner.has_slot:
                 self._join(reading)
+            else:
+                self.ready, self.reading = reading, None
 
     def _keep_snapshot(self, reading: Reading, future: Future) -> None:
         if not reading.finite:
@@ -240,7 +248,7 @@ class Scheduler:
         future.set_result(past)
 
     @contextlib.contextmanager
-    def _ending(self, owner: Admitted | Future) -> Iterator[None]:
+    def _ending(self, owner: Served | Future) -> Iterator[None]:
         """A snapshot that fails, for want of memory say, ends alone."""
         try:
             yield
@@ -252,30 +260,30 @@ class Scheduler:
 
     def _join(self, reading: Reading) -> None:
         """The first token after a prompt, and a row for those that follow."""
-        admitted = reading.owner
+        served = reading.owner
         self._land()  # there before the prompt's last chunk is
-        first, state = self._reader.finish(reading, admitted.request.options)
-        admitted.written = reading.written
-        last = self._take(admitted, first, 0)
+        first, state = self._reader.finish(reading, served.request.options)
+        served.written = reading.written
+        last = self._take(served, first, 0)
         if last is not None:
             kv = reading.kv if reading.finite else None
             self._leave(reading)
-            self._end(admitted, last, kv)
+            self._end(served, last, kv)
             return
         self._make_room(self.rows.needed)
-        self.rows.insert(admitted, self._reader.with_drafter(reading, state))
+        self.rows.insert(served, self._reader.with_drafter(reading, state))
         self._leave(reading)  # only now: if any of this fails, `abandon` is to find it
 
     def _land(self, *, ahead: int = 0) -> None:
         """Hands out what is in flight, all but the newest `ahead`, and ends what is over then."""
-        ended: dict[Admitted, tuple[str, list[int]]] = {}
+        ended: dict[Served, tuple[str, list[int]]] = {}
         while len(self._flights) > ahead:
             if self._hand_out(self._flights.popleft(), ended):
                 ahead = 0  # the states of those that ended hold what is still in flight
-        for admitted, last in ended.items():
-            self._end(admitted, last, self.rows.remove(admitted, keep=admitted.finite))
+        for served, last in ended.items():
+            self._end(served, last, self.rows.remove(served, keep=served.finite))
 
-    def _hand_out(self, flight: Flight, ended: dict[Admitted, tuple[str, list[int]]]) -> bool:
+    def _hand_out(self, flight: Flight, ended: dict[Served, tuple[str, list[int]]]) -> bool:
         """Fetches the tokens of a flight and gives each request its own.
 
         Args:
@@ -287,36 +295,36 @@ class Scheduler:
           has gone on, maybe into NaN.
         """
         live, gone_on = self.rows.live, False
-        if not any(admitted in live for admitted in flight.occupants):
+        if not any(served in live for served in flight.occupants):
             return False
         tokens, counts = sharding.fetch((flight.tokens, flight.counts))
-        for row, admitted in enumerate(flight.occupants):
-            if admitted not in live:  # free, or freed meanwhile
+        for row, served in enumerate(flight.occupants):
+            if served not in live:  # free, or freed meanwhile
                 continue
-            admitted.finite &= bool(tokens.finish[row] != generate.NON_FINITE)
-            over = admitted in ended
+            served.finite &= bool(tokens.finish[row] != generate.NON_FINITE)
+            over = served in ended
             if counts is not None and not over:
                 own = _only(counts, row)
-                admitted.tally.add(own, None, None)
+                served.tally.add(own, None, None)
                 self.metrics.speculated(own)
-            last = self._take(admitted, tokens, row)
+            last = self._take(served, tokens, row)
             if last is not None and not over:
-                ended[admitted] = last
+                ended[served] = last
                 gone_on |= bool(tokens.finish[row] == generate.RUNNING)
         return gone_on
 
     def _take(
-        self, admitted: Admitted, tokens: generate.Tokens, row: int
+        self, served: Served, tokens: generate.Tokens, row: int
     ) -> tuple[str, list[int]] | None:
         """Hands out one row's new tokens; if they end the request, returns them instead."""
-        request, text = admitted.request, admitted.request.row
+        request, text = served.request, served.request.row
         count, reason = int(tokens.num_tokens[row]), int(tokens.finish[row])
         before = len(text.tokens)
         for i in range(count):
             if text.finish_reason is not None:  # a stop string
                 break
             text.add(tokens, row, i)
-        admitted.generated += np.asarray(tokens.tokens)[row, :count].tolist()
+        served.generated += np.asarray(tokens.tokens)[row, :count].tolist()
         if text.finish_reason is None and reason != generate.RUNNING:
             text.end(FINISH_REASONS[reason])
         new = text.tokens[before:]
@@ -330,11 +338,11 @@ class Scheduler:
             request.push(*piece)
         return None
 
-    def _end(self, admitted: Admitted, last: tuple[str, list[int]], kv: KVState | None) -> None:
+    def _end(self, served: Served, last: tuple[str, list[int]], kv: KVState | None) -> None:
         """Finishes a request with its last piece."""
-        request = admitted.request
-        generation = self._generation(admitted)
-        self._release(admitted, kv)
+        request = served.request
+        generation = self._generation(served)
+        self._release(served, kv)
         self.metrics.ended(request.times, request.row.finish_reason)
         request.finish(*last, generation)
 
@@ -343,18 +351,18 @@ class Scheduler:
         outcome = "cancelled" if isinstance(error, Cancelled) else "failed"
         self.metrics.ended(request.times, outcome)
 
-    def _release(self, admitted: Admitted, kv: KVState | None) -> None:
+    def _release(self, served: Served, kv: KVState | None) -> None:
         """Frees a slot; what the model has read there may serve a conversation's next turn."""
         if kv is not None:
-            ids = admitted.request.prompt + admitted.generated
+            ids = served.request.prompt + served.generated
             # The token chosen last has not been read; of a cancelled prompt, a part has.
             ids = np.asarray(ids[: int(kv.length[0])])
-            written = max(admitted.written, len(ids) + self._written_ahead)
+            written = max(served.written, len(ids) + self._written_ahead)
             self.pasts.keep(Past(ids, kv, written))
         if not self._coming:
             self.rows.shrink()
         self._make_room(len(self.rows.occupants))
-        self._admitted.remove(admitted)  # last: `abandon` is to find it if any of this fails
+        self._served.remove(served)  # last: `abandon` is to find it if any of this fails
 
     def _make_room(self, rows: int) -> None:
         """Keeps no more pasts than there are slots beside this many rows."""
@@ -370,7 +378,7 @@ class Scheduler:
         """It is neither being read nor ready any more."""
         if reading is self.reading:
             self.reading = None
-        else:
+        elif reading is self.ready:
             self.ready = None
 
     def _drop_cancelled(self) -> None:
@@ -379,7 +387,7 @@ class Scheduler:
             self._fail(request, Cancelled(None))
         for reading in (self.reading, self.ready):
             owner = reading and reading.owner
-            if isinstance(owner, Admitted) and owner.request.cancelling:
+            if isinstance(owner, Served) and owner.request.cancelling:
                 kv = reading.kv if reading.finite else None
                 self._leave(reading)
                 free(reading.drafting)
@@ -390,13 +398,13 @@ class Scheduler:
         cancelled = [a for a in self.rows.live if a.request.cancelling]
         if cancelled:
             self._land()  # so that it is known what their states hold
-        for admitted in [a for a in cancelled if a in self.rows.live]:
-            generation = self._generation(admitted)
-            self._release(admitted, self.rows.remove(admitted, keep=True))
-            self._fail(admitted.request, Cancelled(generation))
+        for served in [a for a in cancelled if a in self.rows.live]:
+            generation = self._generation(served)
+            self._release(served, self.rows.remove(served, keep=True))
+            self._fail(served.request, Cancelled(generation))
 
-    def _generation(self, admitted: Admitted) -> Generation:
-        request, times = admitted.request, admitted.request.times
+    def _generation(self, served: Served) -> Generation:
+        request, times = served.request, served.request.times
         first = times.first_token or time.perf_counter()
         return request.row.generation(
             len(request.prompt),
@@ -404,7 +412,7 @@ class Scheduler:
                 ttft_s=first - times.submitted,
                 tpot_s=tpot_s(times),
                 queue_s=times.admitted - times.submitted,
-                **(admitted.tally.stats(0) if admitted.tally else {}),
+                **(served.tally.stats(0) if served.tally else {}),
             ),
         )
 

@@ -99,7 +99,7 @@ def test_what_is_read_of_times():
     assert tpot_s(times) == pytest.approx(0.5 / 5)
     assert tpot_s(Times(10.0, 10.5, [(11.0, 1)])) is None
     assert tpot_s(Times(10.0)) is None
-    metrics = Metrics(4, admitted=[1, 2], waiting=[])
+    metrics = Metrics(4, occupied=lambda: 2, waiting=lambda: 0)
     metrics.admitted(times, prompt=70, reused=64)
     metrics.ended(times, "non_finite")
     text = generate_latest(metrics.registry).decode()

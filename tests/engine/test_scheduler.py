@@ -231,6 +231,8 @@ def test_a_prompt_is_read_while_all_slots_are_taken():
         assert s.ready is None
         s.step()
     assert s.ready.owner.request is first and first.times.admitted is None
+    gauge = s.metrics.registry.get_sample_value
+    assert (gauge("carat_slots_occupied"), gauge("carat_requests_waiting")) == (1, 2)
     snapshot = s.snapshot(BASE[:30])  # what is ready is in nobody's way
     s.step()
     assert snapshot.done() and s.reading is None
