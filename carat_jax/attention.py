@@ -95,7 +95,8 @@ class Attention(nn.Module):
     Weights (letters of `pallas_kernels`; x = G + 2, or G + 1 where keys and values share a
     projection, or G where both are borrowed):
       qkv [D, K, x, H]: the G query heads of a KV head, then its key, then its value, so that a
-        cut along K never splits a group.
+        cut along K never splits a group. The product with it is taken where the residual is
+        formed, see `layers.Entry`.
       o [K, G, H, D], q_norm [H], k_norm [H].
 
     On a mesh a device has `spec.share` of the heads, and its output is a share of the sum.

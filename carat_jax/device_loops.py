@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-# What XLA of jaxlib 0.11.2 makes CUDA graphs of by itself, and loops.
+# What XLA of jaxlib 0.11.2 makes CUDA graphs of by itself, and loops. Goes before XLA_FLAGS.
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 
 # Like `jax.jit`, but JAX takes compiler options at the top only: what it makes cannot be called

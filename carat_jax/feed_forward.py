@@ -14,6 +14,8 @@ from pallas_kernels import PartialSums, choose_experts, expert_matmul, gated_gel
 class MLP(nn.Module):
     """Gated MLP. Weights: gate_up [D, 2, F] (gate, then up), down [F, D]; F is `width`.
 
+    The product with gate_up is taken where the residual is formed, see `layers.Entry`.
+
     On a mesh a device has a share of the width, and its output is a share of the sum.
     """
 

@@ -76,12 +76,11 @@ def whole(shards: int, x: jax.Array) -> jax.Array:
 
 
 class Entry(NamedTuple):
-    """What a reader of the residual begins with.
+    """How the next part of the model reads the residual.
 
     Attributes:
-      norm: [D].
-      matrix: [D, ...], whose product with the normed residual is all that is read of it; None: it
-        is read itself.
+      norm: [D], weight of the norm under which it is read.
+      matrix: [D, ...], by which the normed residual is multiplied; None: it is read itself.
     """
 
     norm: jax.Array
