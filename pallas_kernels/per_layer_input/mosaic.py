@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums, add_up
 from pallas_kernels.residual_norm import row
 
@@ -61,14 +61,16 @@ def per_layer_input(
     """See `pallas_kernels.per_layer_input.per_layer_input`.
 
     Args:
-      blocks: thread blocks at a time; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device, another dtype than bfloat16, D no multiple of 256 or above
         8,192, P other than 256, more than 16 rows.
     """
-    cores = blocks if interpret is not None else require_hopper()
+    cores = thread_blocks(blocks, interpret)
     row.check(h, y=y, w=w)
     if len(h) > MOST_ROWS:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes up to {MOST_ROWS}")

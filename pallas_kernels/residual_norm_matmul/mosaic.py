@@ -25,7 +25,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.residual_norm import row
 from pallas_kernels.skinny_matmul import stream
@@ -52,15 +52,17 @@ def residual_norm_matmul(
     """See `pallas_kernels.residual_norm_matmul.residual_norm_matmul`.
 
     Args:
-      blocks: thread blocks; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device or dtype, D no multiple of 256, a multiple of 2,048 or above
         8,192, F no multiple of 128, a small matrix, more than one row.
     """
     interpreted = interpret is not None
-    cores = blocks if interpreted else require_hopper()
+    cores = thread_blocks(blocks, interpret)
     row.check(h, y=y, w=w, next_w=next_w)
     stream.check(h.dtype, matrix, False, interpreted)
     if len(h) != 1:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.row_copies import RowCopies
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
@@ -40,15 +40,17 @@ def skinny_matmul(
     """See `pallas_kernels.skinny_matmul.skinny_matmul`; the result may be in pieces.
 
     Args:
-      blocks: thread blocks; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device or dtype, D or F no multiple of 64 or 128, a small matrix, more
         than 64 rows.
     """
     interpreted = interpret is not None
-    cores = blocks if interpreted else require_hopper()
+    cores = thread_blocks(blocks, interpret)
     check(x.dtype, w, transposed, interpreted)
     (M, D), F = x.shape, w.shape[0 if transposed else 1]
     if M > MOST_ROWS:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.row_copies import TILED, RowCopies
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import arrive, merge_splits
@@ -51,14 +51,16 @@ def split_attention(
     """`ring_attention` (with a window) or `global_attention` (without), which see.
 
     Args:
-      blocks: thread blocks; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device or dtype, H not 256 or 512, P not 128, slots not a multiple
         of 64.
     """
-    cores = blocks if interpret is not None else require_hopper()
+    cores = thread_blocks(blocks, interpret)
     B, T, N, H = q.shape
     K, slots = v.shape[1:3]
     P = 0 if k_rotated is None else k_rotated.shape[3]
@@ -71,7 +73,7 @@ def split_attention(
             f"slots {slots} a multiple of {TILE}"
         )
     shape = Shape(
-        B, T, K, N // K, H, P, slots, window, blocks or cores, interpreted=interpret is not None
+        B, T, K, N // K, H, P, slots, window, cores, interpreted=interpret is not None
     )
     queries = [_rows(x, shape) for x in (q, q_rotated) if x is not None]
     caches = [x for x in (k, k_rotated, v) if x is not None]
