@@ -7,6 +7,8 @@ buffers in shared memory, and the rows beside it (`stream.Stream`).
 to the matrix units. Predicted: floor + 3 µs for start and tail. Measured on an H200 within a
 decode step: 105 µs (XLA's kernel 101), down 53.7 (53.1 with its sum), query/key/value 40.7 (40.5),
 output 22.5 (22.1). The stream is what holds it up: docs/kernels.md. So it is not there for speed.
+These times are of a step of one row whose products were all this op's. Since then those after a
+residual sum (gate and up, query/key/value) are `residual_norm_matmul`'s there.
 """
 
 import functools
@@ -22,7 +24,7 @@ from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.row_copies import RowCopies
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
-from pallas_kernels.skinny_matmul.stream import Stream, check
+from pallas_kernels.skinny_matmul.stream import Stream, check_matrix, height_of
 
 MOST_ROWS = 64
 RING = 200 * 1024  # bytes of shared memory
@@ -51,13 +53,13 @@ def skinny_matmul(
     """
     interpreted = interpret is not None
     cores = thread_blocks(blocks, interpret)
-    check(x.dtype, w, transposed, interpreted)
+    check_matrix(x.dtype, w, transposed, interpreted)
     (M, D), F = x.shape, w.shape[0 if transposed else 1]
     if M > MOST_ROWS:
         raise Unsupported(f"x {x.shape} has {M} rows: takes up to {MOST_ROWS} rows")
     if interpreted:  # a GPU's copies fill up with zeros themselves
-        x = jnp.pad(x, ((0, -M % 8), (0, 0)))
-    stages = RING // ((-(-M // 8) * 8 + COLUMNS) * STEP * 2)
+        x = jnp.pad(x, ((0, height_of(M) - M), (0, 0)))
+    stages = RING // ((height_of(M) + COLUMNS) * STEP * 2)
     stream = Stream(Cut.of(D, F, cores), M, jnp.dtype(out), transposed, stages, interpreted)
     return stream.result(_launch(stream, interpret, x, w))
 
