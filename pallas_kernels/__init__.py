@@ -1,9 +1,18 @@
-"""Attention and expert products for Gemma 4 in JAX: arrays in, arrays out.
+"""The heavy parts of Gemma 4's layers in JAX: arrays in, arrays out.
 
-One folder an op. Its `__init__` holds the public function, `xla.py` the implementation that is
-the reference, the CPU path and a contender on GPU; `apart.py` is that of an op made of two. Axis
-letters: B sequence, T new position, N query head, K KV head, G = N / K, H head width, S slot of a
-global cache, R slot of a ring, W window, P rotated widths of a head.
+Attention and what it is given, products of few rows and of experts, and what stands between
+products: norms, residual sums, activation, per-layer inputs, the choice of experts.
+
+One folder an op. Its `__init__` holds the public function and its implementations, of which the
+last takes everything, and has a gradient: `xla.py`, the reference, the CPU path and a contender on
+GPU; or `apart.py`, that of an op made of two. `split_keys` is the kernel of two ops.
+
+Beside them, what ops share: `dispatch` picks an implementation; `partial_sums` are products left
+in pieces; `grouping`, `rotation` and `cache_slots` are query rows by KV head, RoPE and writes to
+a cache in plain JAX; `row_copies` and `thread_stores` move rows and numbers within kernels.
+
+Axis letters: B sequence, T new position, N query head, K KV head, G = N / K, H head width, S slot
+of a global cache, R slot of a ring, W window, P rotated widths of a head.
 """
 
 from pallas_kernels.attention_inputs import AttentionInputs, attention_inputs

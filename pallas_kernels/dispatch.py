@@ -29,7 +29,7 @@ def run(
     Gradients are those of the last: the kernels have none of their own.
 
     Args:
-      implementations: by name, best first; the last is the reference, in plain JAX.
+      implementations: by name, best first; the last takes everything, and has a gradient.
       implementation: a name, then that one runs or its error is raised; None tries them in order.
 
     Raises:
@@ -79,6 +79,32 @@ def _differentiable(
     if name == last:
         return lambda args, kwargs: implementations[name](*args, **kwargs)
     return call
+
+
+def thread_blocks(blocks: int | None, interpret: Any) -> int:
+    """How many blocks a kernel may have at a time.
+
+    Args:
+      blocks: what the interpreter, which has no multiprocessors to count, is to take; else None.
+      interpret: the interpreter's parameters; None = on a GPU.
+
+    Returns:
+      `blocks`, or the multiprocessors of the GPU.
+
+    Raises:
+      ValueError: the interpreter without blocks, or a GPU with them.
+      Unsupported: as `require_hopper`.
+    """
+    if interpret is None:
+        if blocks is not None:
+            raise ValueError(
+                f"blocks={blocks} without interpret: leave it out, a GPU takes as many as it has "
+                "multiprocessors"
+            )
+        return require_hopper()
+    if blocks is None or blocks < 1:
+        raise ValueError(f"blocks={blocks} with interpret: give how many it takes, at least 1")
+    return blocks
 
 
 def require_hopper() -> int:

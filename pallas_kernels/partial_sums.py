@@ -43,6 +43,11 @@ def summed(y: jax.Array | PartialSums) -> jax.Array:
     return add_up(y.parts[i] for i in range(y.parts.shape[0])).astype(y.dtype)
 
 
+def pieces(y: jax.Array | PartialSums) -> jax.Array:
+    """[n, ...] whose sum y stands for: an array is one piece, of its own dtype."""
+    return y.parts if isinstance(y, PartialSums) else y[None]
+
+
 def add_up(parts: Iterable[jax.Array]) -> jax.Array:
     """One after another: every op that does it gets the same bits."""
     return functools.reduce(operator.add, parts)

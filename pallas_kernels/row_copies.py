@@ -1,9 +1,9 @@
 """Copies of rows, whatever their number, from global memory to tiles in shared memory.
 
-TMA brings zeros for rows beyond the end of an array. But Mosaic describes the array to it in tiles
-of 8 rows, or in one part of a tile, and refuses more than 8 rows that are no multiple of 8. Those
-are copied here in pieces: rows that lie one behind the other in shared memory, for which the array
-need not be described in tiles.
+TMA brings zeros for rows beyond the end of an array. But Mosaic describes the array to it as whole
+tiles of 8 rows, or as one tile with fewer, and refuses more than 8 rows that are no multiple of 8.
+Those are copied here in pieces: rows that lie one behind the other in shared memory, for which the
+array need not be described in tiles.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TALL, WIDE = 8, 64  # of a tile
+# How a matrix lies in shared memory wherever wgmma is to read it.
 TILED = (plgpu.TilingTransform((TALL, WIDE)), plgpu.SwizzleTransform(128))
 
 
@@ -39,7 +40,7 @@ class RowCopies:
 
     @property
     def requests(self) -> int:
-        """How often the barrier of one copy is arrived at."""
+        """Copies that one call of `copy` asks for: what its barrier has to count."""
         return self.height // self._piece if self.in_pieces else 1
 
     @property
@@ -72,16 +73,20 @@ class RowCopies:
 
         Args:
           source: a reference to [rows, width] of global memory (of what `source` returns).
-          slot: traced, int32.
+          buffers: of the type that `buffers` gives.
+          slot: which of them; traced, int32.
+          barrier: arrived at `requests` times, when all rows are there.
         """
 
-        def rows(first: int, count: int) -> Any:  # traced, as they may be beyond the end
+        def part(first: int, count: int) -> Any:
+            # A part may end beyond the array. Mosaic checks the bounds of static indices only, so
+            # this one is made from what is traced.
             return source.at[pl.ds(slot * 0 + first, count)]
 
         if not self.in_pieces:
-            plgpu.copy_gmem_to_smem(rows(0, self.height), buffers.at[slot], barrier)
+            plgpu.copy_gmem_to_smem(part(0, self.height), buffers.at[slot], barrier)
             return
         pieces = buffers[1].at[slot]
         for i in range(self.requests):
             piece = pieces.at[i, 0] if self.width == WIDE else pieces.at[i].transpose((1, 0, 2))
-            plgpu.copy_gmem_to_smem(rows(i * self._piece, self._piece), piece, barrier)
+            plgpu.copy_gmem_to_smem(part(i * self._piece, self._piece), piece, barrier)

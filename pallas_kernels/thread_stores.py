@@ -1,4 +1,4 @@
-"""Stores of single numbers to global memory, by some threads only.
+"""Stores of single numbers, to global or shared memory, by some threads only.
 
 Mosaic GPU stores whole arrays; these are for parts of one, and for places that threads compute.
 For bodies of `plgpu.inline_mgpu`.

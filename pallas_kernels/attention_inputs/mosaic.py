@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention_inputs.form import AttentionInputs, is_compact
 from pallas_kernels.dispatch import Unsupported, require_hopper
-from pallas_kernels.partial_sums import PartialSums, add_up
+from pallas_kernels.partial_sums import PartialSums, add_up, pieces
 from pallas_kernels.thread_stores import as_int32, store, where_below
 
 BF16 = jnp.bfloat16
@@ -71,10 +71,9 @@ def attention_inputs(
         raise Unsupported(f"head width {H} must be 256 or 512, and some of it turn")
     if heads > group and not caches:
         raise Unsupported("writes keys and values to caches, and there are none")
-    parts = y.parts if isinstance(y, PartialSums) else y[None]
     norms = [w for w in (q_norm, k_norm) if w is not None]
     queries, caches = _launch(
-        group, is_compact(heads - group, k_norm), ring, eps, interpret, parts, norms, cos, sin,
+        group, is_compact(heads - group, k_norm), ring, eps, interpret, pieces(y), norms, cos, sin,
         length.astype(jnp.int32), new.astype(jnp.int32), caches,
     )  # fmt: skip
     return AttentionInputs(*(by_position(x, T) for x in queries), **caches)

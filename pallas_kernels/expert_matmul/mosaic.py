@@ -21,10 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.expert_matmul.tiles import Tiles, cut, tile_height
+from pallas_kernels.row_copies import TILED
 
 STEP = 64  # of D, in one stage of the ring: a row of it is as wide as the swizzle, 128 bytes
 COLUMNS = 64  # of a slice: what wgmma computes at once
-SWIZZLED = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128))
 
 
 def expert_matmul(
@@ -129,7 +129,7 @@ def _transposed(ref):
 
 def _streamed(shape, index_map) -> plgpu.BlockSpec:
     """A block of the ring, handed back once the products of the step after it are under way."""
-    return plgpu.BlockSpec(shape, index_map, transforms=SWIZZLED, delay_release=1)
+    return plgpu.BlockSpec(shape, index_map, transforms=TILED, delay_release=1)
 
 
 def _store_rows(smem, out, start, first, count) -> None:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
-from pallas_kernels.partial_sums import PartialSums, add_up
+from pallas_kernels.partial_sums import PartialSums, add_up, pieces
 
 BF16 = jnp.bfloat16
 MOST_ROWS = 64
@@ -40,8 +40,7 @@ def gated_gelu(y: jax.Array | PartialSums, *, interpret: Any = None) -> jax.Arra
         raise Unsupported(f"y is {y.dtype}, this takes bfloat16")
     if F % COLUMNS or M > MOST_ROWS:
         raise Unsupported(f"y {y.shape}: takes up to {MOST_ROWS} rows, F a multiple of {COLUMNS}")
-    parts = y.parts if isinstance(y, PartialSums) else y[None]
-    out = _launch(interpret, parts.reshape(-1, M, 2, F))
+    out = _launch(interpret, pieces(y).reshape(-1, M, 2, F))
     return out.reshape(*y.shape[:-2], F)
 
 

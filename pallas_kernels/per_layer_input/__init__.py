@@ -6,7 +6,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.per_layer_input import mosaic, xla
 
-# Best first on an H200: docs/kernels.md has the figures.
+# Best first; measured only within a step of one row (docs/kernels.md).
 IMPLEMENTATIONS = {"mosaic": mosaic.per_layer_input, "xla": xla.per_layer_input}
 
 

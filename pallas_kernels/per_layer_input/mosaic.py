@@ -13,7 +13,8 @@ Bytes of E4B at one row: 1.3 MB of each matrix out of device memory, 0.3 µs at 
 each of 40 blocks reads 82 KB in the first launch (72 of them the seven pieces of y) and 11 KB in
 the second, out of L2: 0.7 and 0.1 µs at the 64 bytes a clock that a multiprocessor gets. The rest
 is latency: a launch, a round of loads, the sum of a norm or an activation, a product of 0.25 µs,
-a round of stores. Predicted 3 and 2.5 µs; not timed apart from a step, which is 0.2 ms shorter.
+a round of stores. Predicted 3 and 2.5 µs; not timed apart from a step: one of E4B at one row is
+0.34 ms shorter, with loops within CUDA graphs, which came meanwhile.
 
 Row independence: a row meets no other one, and the order of its sums depends on D alone.
 """
@@ -28,9 +29,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
-from pallas_kernels.partial_sums import PartialSums, add_up
-from pallas_kernels.residual_norm import row
+from pallas_kernels.dispatch import Unsupported, thread_blocks
+from pallas_kernels.partial_sums import PartialSums, add_up, pieces
+from pallas_kernels.residual_norm.row import Row, check_rows
 
 BF16 = jnp.bfloat16
 MOST_ROWS = 16
@@ -61,22 +62,23 @@ def per_layer_input(
     """See `pallas_kernels.per_layer_input.per_layer_input`.
 
     Args:
-      blocks: thread blocks at a time; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device, another dtype than bfloat16, D no multiple of 256 or above
         8,192, P other than 256, more than 16 rows.
     """
-    cores = blocks if interpret is not None else require_hopper()
-    row.check(h, y=y, w=w)
+    cores = thread_blocks(blocks, interpret)
+    check_rows(h, y=y, w=w)
     if len(h) > MOST_ROWS:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes up to {MOST_ROWS}")
     if gate.shape[-1] != DEPTH:
         raise Unsupported(f"gate {gate.shape}: takes P = {DEPTH}")
-    parts = y.parts if isinstance(y, PartialSums) else y[None]
     layers = jnp.full((1,), layer, jnp.int32)
-    return _launch(eps, cores, interpret, h, parts, w, gate, inputs, projection, layers)
+    return _launch(eps, cores, interpret, h, pieces(y), w, gate, inputs, projection, layers)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
@@ -93,12 +95,12 @@ def _launch(
     projection: jax.Array,
     layer: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    add = _add_and_multiply(row.Row(h.shape[-1], eps, interpret is not None), cores, interpret)
-    new, own, pieces = add(h, y, w, gate, inputs, layer)
-    return new, _activate_and_multiply(cores, interpret)(pieces, own, projection)
+    add = _add_and_multiply(Row(h.shape[-1], eps, interpret is not None), cores, interpret)
+    new, own, parts = add(h, y, w, gate, inputs, layer)
+    return new, _activate_and_multiply(cores, interpret)(parts, own, projection)
 
 
-def _add_and_multiply(form: row.Row, cores: int, interpret: Any) -> Callable[..., Any]:
+def _add_and_multiply(form: Row, cores: int, interpret: Any) -> Callable[..., Any]:
     """(h, y, w, gate, inputs, layer) -> h [M, D], own input [M, P], pieces [D / DEPTH, M, P]."""
     across = DEPTH // COLUMNS
     tiles = form.D // DEPTH * across
@@ -184,7 +186,7 @@ def _activate_and_multiply(cores: int, interpret: Any) -> Callable[..., jax.Arra
 
         _each_row(len(own_ref), activate_and_multiply)
 
-    def call(pieces, own, projection):
+    def call(parts, own, projection):
         M, D = len(own), projection.shape[-1]
         return plgpu.kernel(
             body,
@@ -193,7 +195,7 @@ def _activate_and_multiply(cores: int, interpret: Any) -> Callable[..., jax.Arra
             grid_names=("group", "tile"),
             scratch_types=_scratch(DEPTH),
             interpret=interpret,
-        )(pieces, own, projection)
+        )(parts, own, projection)
 
     return call
 

@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.partial_sums import PartialSums, summed
-from pallas_kernels.skinny_matmul import xla
+from pallas_kernels.residual_norm.xla import norm
+from pallas_kernels.skinny_matmul.xla import skinny_matmul
 
 
 def per_layer_input(
@@ -20,9 +20,7 @@ def per_layer_input(
     eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.per_layer_input.per_layer_input`."""
-    y = summed(y).astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * w.astype(jnp.float32)
-    h = h + y.astype(h.dtype)
-    g = xla.skinny_matmul(h, gate, out=h.dtype).astype(jnp.float32)
+    h = h + norm(summed(y), w, eps).astype(h.dtype)
+    g = skinny_matmul(h, gate, out=h.dtype).astype(jnp.float32)
     a = jax.nn.gelu(g, approximate=True) * inputs[:, layer]
-    return h, xla.skinny_matmul(a.astype(h.dtype), projection, out=h.dtype)
+    return h, skinny_matmul(a.astype(h.dtype), projection, out=h.dtype)

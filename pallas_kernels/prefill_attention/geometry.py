@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.row_copies import TILED
+
 POSITIONS = 64  # of a block; the M of a matrix instruction
 KEYS = 64  # of a tile
 SLAB = 256  # output widths of a consumer
@@ -18,8 +20,6 @@ PAIR = "pair"  # of blocks in a cluster
 
 # Stages of the rings of key and value tiles, by kind of block.
 STAGES = {"narrow": (2, 2), "narrow compact": (1, 3), "wide": (1, 1), "wide compact": (1, 2)}
-
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
 class Form(NamedTuple):
@@ -88,7 +88,7 @@ class Form(NamedTuple):
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory (at most 226 KB of a block's 227) and barriers, as `Scratch`."""
-        swizzled = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=SWIZZLED)
+        swizzled = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TILED)
         key_width = 2 * PIECE if self.compact else SLAB
         # In a wide block each consumer scores every other tile: it has barriers of its own, for
         # a barrier must be waited for each time that it completes.

@@ -1,4 +1,7 @@
-"""What stands between two products of a decoder layer: norm, residual sum, norm."""
+"""What stands between two products of a decoder layer: norm, residual sum, norm.
+
+Of one row `residual_norm_matmul` does it within the product after it, where there is one.
+"""
 
 import jax
 

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
-from pallas_kernels.partial_sums import PartialSums
-from pallas_kernels.residual_norm.row import Row, check
+from pallas_kernels.partial_sums import PartialSums, pieces
+from pallas_kernels.residual_norm.row import Row, check_rows
 
 MOST_ROWS = 64
 
@@ -38,14 +38,13 @@ def residual_norm(
     """
     if interpret is None:
         require_hopper()
-    check(h, y=y, w=w, next_w=next_w)
+    check_rows(h, y=y, w=w, next_w=next_w)
     D = h.shape[-1]
     M = h.size // D
     if M > MOST_ROWS:
         raise Unsupported(f"h {h.shape} has {M} rows: takes up to {MOST_ROWS}")
-    parts = y.parts if isinstance(y, PartialSums) else y[None]
     scales = [] if scale is None else [scale]
-    out = _launch(eps, interpret, h.reshape(M, D), parts.reshape(-1, M, D), w, next_w, *scales)
+    out = _launch(eps, interpret, h.reshape(M, D), pieces(y).reshape(-1, M, D), w, next_w, *scales)
     return tuple(x.reshape(h.shape) for x in out)
 
 

@@ -19,7 +19,7 @@ MOST_PARTS = 8  # warpgroups of a row
 WARPS = 4  # of a warpgroup
 
 
-def check(h: jax.Array, **others: jax.Array | PartialSums) -> None:
+def check_rows(h: jax.Array, **others: jax.Array | PartialSums) -> None:
     """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192."""
     for name, x in (("h", h), *others.items()):
         if x.dtype != jnp.bfloat16:

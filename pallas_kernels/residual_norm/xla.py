@@ -17,13 +17,14 @@ def residual_norm(
     scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.residual_norm.residual_norm`."""
-    h = h + _norm(summed(y), w, eps).astype(h.dtype)
+    h = h + norm(summed(y), w, eps).astype(h.dtype)
     if scale is not None:
         h = h * scale
-    return h, _norm(h, next_w, eps).astype(h.dtype)
+    return h, norm(h, next_w, eps).astype(h.dtype)
 
 
-def _norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
+def norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
+    """norm(x, w) as in `residual_norm`, float32 and not rounded."""
     x = x.astype(jnp.float32)
     x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * w.astype(jnp.float32)

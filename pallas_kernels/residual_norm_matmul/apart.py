@@ -1,4 +1,7 @@
-"""residual_norm_matmul as the two ops that it is made of, each by its best implementation."""
+"""residual_norm_matmul as the two ops that it is made of, each by its best implementation.
+
+It takes whatever they take, and its gradient is theirs: the last resort of its op.
+"""
 
 import jax
 from jax.typing import DTypeLike

@@ -1,9 +1,10 @@
 """residual_norm_matmul of one row on Hopper: a product whose blocks norm the row themselves.
 
 Apart, device memory idles while the one block of a norm runs, and again until a product's first
-tiles arrive. Here one warpgroup of each block asks for as many tiles as its ring holds while the
-others norm the row, each block for itself, into shared memory; then it multiplies. Only the first
-block writes the residual. Predicted to save 3 to 5 µs, it saves 2.4 within a step of 31B.
+tiles arrive. Here one warpgroup of each block asks for all but one of the tiles that its ring
+holds while the others norm the row, each block for itself, into shared memory; then it multiplies.
+Only the first block writes the residual. Predicted to save 3 to 5 µs a norm, it saves 2.4 by the
+wall time of a step of 31B, and about 1 by the profiler's period of a layer, which has two.
 
 For 31B a block reads 97 KB out of L2 to do so, 65 of them the three pieces of y: 13 MB in all.
 A further row would be another 10 MB, so that with a few it would take longer than a norm by
@@ -17,21 +18,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import llvm  # no public name yet
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
-from pallas_kernels.partial_sums import PartialSums
-from pallas_kernels.residual_norm import row
-from pallas_kernels.skinny_matmul import stream
+from pallas_kernels.dispatch import Unsupported, thread_blocks
+from pallas_kernels.partial_sums import PartialSums, pieces
+from pallas_kernels.residual_norm.row import Row, check_rows
+from pallas_kernels.row_copies import TILED
 from pallas_kernels.skinny_matmul.geometry import STEP, Cut
+from pallas_kernels.skinny_matmul.stream import TILE_BYTES, Stream, check_matrix, height_of
+from pallas_kernels.thread_stores import as_int32, store
 
-HEIGHT = 8  # of the rows that wgmma reads
+HEIGHT = height_of(1)  # of the tiles with the row
 MOST_WARPGROUPS = 8  # of a block
 MEMORY = 220 * 1024  # bytes of shared memory: the row, and the ring with what is left
 
@@ -52,38 +53,39 @@ def residual_norm_matmul(
     """See `pallas_kernels.residual_norm_matmul.residual_norm_matmul`.
 
     Args:
-      blocks: thread blocks; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device or dtype, D no multiple of 256, a multiple of 2,048 or above
         8,192, F no multiple of 128, a small matrix, more than one row.
     """
     interpreted = interpret is not None
-    cores = blocks if interpreted else require_hopper()
-    row.check(h, y=y, w=w, next_w=next_w)
-    stream.check(h.dtype, matrix, False, interpreted)
+    cores = thread_blocks(blocks, interpret)
+    check_rows(h, y=y, w=w, next_w=next_w)
+    check_matrix(h.dtype, matrix, False, interpreted)
     if len(h) != 1:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes one")
-    form = row.Row(h.shape[-1], eps, interpreted)
+    form = Row(h.shape[-1], eps, interpreted)
     if form.parts + 1 > MOST_WARPGROUPS:
         raise Unsupported(f"h {h.shape}: its norm leaves no warpgroup for the product")
     D, F = matrix.shape
-    stages = (MEMORY - HEIGHT * D * 2) // stream.TILE_BYTES
-    product = stream.Stream(Cut.of(D, F, cores), 1, jnp.dtype(out), False, stages, interpreted)
-    parts = y.parts if isinstance(y, PartialSums) else y[None]
+    stages = (MEMORY - HEIGHT * D * 2) // TILE_BYTES
+    product = Stream(Cut.of(D, F, cores), 1, jnp.dtype(out), False, stages, interpreted)
     scales = [] if scale is None else [scale]
-    h, pieces = _launch(form, product, interpret, h, parts, w, next_w, *scales, matrix)
-    return h, product.result(pieces)
+    h, parts = _launch(form, product, interpret, h, pieces(y), w, next_w, *scales, matrix)
+    return h, product.result(parts)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _launch(
-    form: row.Row, product: stream.Stream, interpret: Any, *inputs: jax.Array
+    form: Row, product: Stream, interpret: Any, *inputs: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     steps = form.width // STEP  # of a warpgroup
-    store = _store_interpreted if product.interpreted else _store_row(form.layout)
+    store_row = _store_row_interpreted if product.interpreted else _store_row(form.layout)
 
     def norm_and_multiply(
         h_ref, y_ref, w_ref, next_ref, *refs, x_tiles, normed, w_ring, full, **scratch
@@ -94,7 +96,7 @@ def _launch(
         @pl.when(part < form.parts)
         def _():
             h, x = form.add_and_norm(0, h_ref, y_ref, w_ref, next_ref, scale_refs, **scratch)
-            store(x, x_tiles.at[pl.ds(part * steps, steps)])
+            store_row(x, x_tiles.at[pl.ds(part * steps, steps)])
             plgpu.commit_smem()
             plgpu.barrier_arrive(normed)
 
@@ -120,9 +122,7 @@ def _launch(
         num_threads=form.parts + 1,
         thread_name="part",
         scratch_types={
-            "x_tiles": plgpu.SMEM(
-                (form.D // STEP, HEIGHT, STEP), h.dtype, transforms=stream.SWIZZLED
-            ),
+            "x_tiles": plgpu.SMEM((form.D // STEP, HEIGHT, STEP), h.dtype, transforms=TILED),
             "normed": plgpu.Barrier(num_arrivals=form.parts),
             **product.scratch(copies=1),
             **form.scratch(),
@@ -131,29 +131,27 @@ def _launch(
     )(*inputs)
 
 
-def _store_interpreted(x: jax.Array, tiles: Any) -> None:
+def _store_row_interpreted(x: jax.Array, tiles: Any) -> None:
     tiles[:, 0, :] = x.reshape(-1, STEP)
 
 
 def _store_row(layout: plgpu.Layout) -> Any:
-    """store(x [width], tiles [width / STEP, HEIGHT, STEP] of shared memory): x as their rows 0.
+    """store_row(x [width], tiles [width / STEP, HEIGHT, STEP] of shared memory): x as their rows 0.
 
     A row r of a swizzled tile has its 16-byte chunks at their place XOR r, so row 0 lies as it
     is. The other rows are left as they are found: each is a row of the product of its own, which
     is not stored.
     """
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(stream.SWIZZLED)))
-    def store(ctx, x, tiles):
-        start, dtype = mgpu.utils.memref_ptr(tiles), ir.MemRefType(tiles.type).element_type
-        i32 = ir.IntegerType.get_signless(32)
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(TILED)))
+    def store_row(ctx, x, tiles):
+        start = mgpu.utils.memref_ptr(tiles)
 
         @x.foreach
         def _(value, index):
-            i = arith.index_cast(i32, index[0])
-            tile = arith.divui(i, mgpu.utils.c(STEP, i32))
-            width = arith.remui(i, mgpu.utils.c(STEP, i32))
-            offset = arith.addi(arith.muli(tile, mgpu.utils.c(HEIGHT * STEP, i32)), width)
-            llvm.store(value, mgpu.utils.getelementptr(start, [offset], dtype))
+            (i,) = as_int32(index)
+            step, size = (mgpu.utils.c(n, i.type) for n in (STEP, HEIGHT * STEP))
+            tile, width = arith.divui(i, step), arith.remui(i, step)
+            store(value, start, arith.addi(arith.muli(tile, size), width))
 
-    return store
+    return store_row

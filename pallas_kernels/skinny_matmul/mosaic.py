@@ -7,6 +7,8 @@ buffers in shared memory, and the rows beside it (`stream.Stream`).
 to the matrix units. Predicted: floor + 3 µs for start and tail. Measured on an H200 within a
 decode step: 105 µs (XLA's kernel 101), down 53.7 (53.1 with its sum), query/key/value 40.7 (40.5),
 output 22.5 (22.1). The stream is what holds it up: docs/kernels.md. So it is not there for speed.
+These times are of a step of one row whose products were all this op's. Since then those after a
+residual sum (gate and up, query/key/value) are `residual_norm_matmul`'s there.
 """
 
 import functools
@@ -18,11 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_kernels.dispatch import Unsupported, require_hopper
+from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.row_copies import RowCopies
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
-from pallas_kernels.skinny_matmul.stream import Stream, check
+from pallas_kernels.skinny_matmul.stream import Stream, check_matrix, height_of
 
 MOST_ROWS = 64
 RING = 200 * 1024  # bytes of shared memory
@@ -40,22 +42,24 @@ def skinny_matmul(
     """See `pallas_kernels.skinny_matmul.skinny_matmul`; the result may be in pieces.
 
     Args:
-      blocks: thread blocks; None = the multiprocessors of the device.
+      blocks: at most so many at a time, for `interpret`, which needs it; None on a GPU, where it
+        is the number of multiprocessors.
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
+      ValueError: `interpret` without blocks, or blocks without it.
       Unsupported: another device or dtype, D or F no multiple of 64 or 128, a small matrix, more
         than 64 rows.
     """
     interpreted = interpret is not None
-    cores = blocks if interpreted else require_hopper()
-    check(x.dtype, w, transposed, interpreted)
+    cores = thread_blocks(blocks, interpret)
+    check_matrix(x.dtype, w, transposed, interpreted)
     (M, D), F = x.shape, w.shape[0 if transposed else 1]
     if M > MOST_ROWS:
         raise Unsupported(f"x {x.shape} has {M} rows: takes up to {MOST_ROWS} rows")
     if interpreted:  # a GPU's copies fill up with zeros themselves
-        x = jnp.pad(x, ((0, -M % 8), (0, 0)))
-    stages = RING // ((-(-M // 8) * 8 + COLUMNS) * STEP * 2)
+        x = jnp.pad(x, ((0, height_of(M) - M), (0, 0)))
+    stages = RING // ((height_of(M) + COLUMNS) * STEP * 2)
     stream = Stream(Cut.of(D, F, cores), M, jnp.dtype(out), transposed, stages, interpreted)
     return stream.result(_launch(stream, interpret, x, w))
 

@@ -23,24 +23,31 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.row_copies import TILED
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
 from pallas_kernels.thread_stores import as_int32, store, where_below
 
 TILE_BYTES = STEP * COLUMNS * 2
 LEAST_WEIGHTS = 2**21  # below, a launch is all there is to it
-SWIZZLED = (plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(128))
 
 
-def check(dtype: Any, w: jax.Array, transposed: bool, interpreted: bool) -> None:
+def check_matrix(dtype: Any, w: jax.Array, transposed: bool, interpreted: bool) -> None:
     """Raises Unsupported: another dtype than bfloat16 (of the rows, of w), D or F no multiple of
     64 or 128, a small matrix."""
     D, F = w.shape[::-1] if transposed else w.shape
     if dtype != jnp.bfloat16 or w.dtype != jnp.bfloat16:
-        raise Unsupported(f"x is {dtype} and w {w.dtype}, this takes bfloat16")
+        raise Unsupported(f"rows of {dtype}, a matrix of {w.dtype}: takes bfloat16")
     if D % STEP or F % COLUMNS:
-        raise Unsupported(f"w of D {D}, F {F}: takes D a multiple of {STEP} and F of {COLUMNS}")
+        raise Unsupported(
+            f"a matrix of D {D}, F {F}: takes D a multiple of {STEP} and F of {COLUMNS}"
+        )
     if w.size < LEAST_WEIGHTS and not interpreted:
-        raise Unsupported(f"w {w.shape} has fewer than {LEAST_WEIGHTS} weights")
+        raise Unsupported(f"a matrix {w.shape} has fewer than {LEAST_WEIGHTS} weights")
+
+
+def height_of(M: int) -> int:
+    """Of M rows in shared memory: filled up to what wgmma reads."""
+    return -(-M // 8) * 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +75,8 @@ class Stream:
 
     @property
     def height(self) -> int:
-        """Of the rows in shared memory: M, filled up."""
-        return -(-self.M // 8) * 8
+        """Of the rows in shared memory."""
+        return height_of(self.M)
 
     @property
     def out_type(self) -> jax.ShapeDtypeStruct:
@@ -85,7 +92,7 @@ class Stream:
         """Types of the ring and of the barriers at which the `copies` of a step arrive."""
         tile = (COLUMNS, STEP) if self.transposed else (STEP, COLUMNS)
         return {
-            "w_ring": plgpu.SMEM((self.stages, *tile), jnp.bfloat16, transforms=SWIZZLED),
+            "w_ring": plgpu.SMEM((self.stages, *tile), jnp.bfloat16, transforms=TILED),
             "full": plgpu.Barrier(num_barriers=self.stages, num_arrivals=copies),
         }
 

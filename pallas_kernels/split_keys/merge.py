@@ -39,7 +39,7 @@ def merge_splits(s: Shape, length_ref, partial_ref, mass_ref, out_ref, counter_r
     def row(n, _):
         index = worker + n * workers
 
-        @pl.when(index < _rows(s))
+        @pl.when(index < _query_rows(s))
         def _():
             b, rest = lax.div(index, s.T * N), lax.rem(index, s.T * N)
             t, head = lax.div(rest, N), lax.rem(rest, N)
@@ -81,16 +81,16 @@ def merge_splits(s: Shape, length_ref, partial_ref, mass_ref, out_ref, counter_r
 
         return 0
 
-    lax.fori_loop(0, -(-_rows(s) // workers), row, 0)
+    lax.fori_loop(0, -(-_query_rows(s) // workers), row, 0)
 
 
-def _rows(s: Shape) -> int:
+def _query_rows(s: Shape) -> int:
     return s.B * s.T * s.K * s.G
 
 
 def _waiting(s: Shape) -> int:
     """Warpgroups that have rows to merge."""
-    return min(_rows(s), 2 * s.blocks)
+    return min(_query_rows(s), 2 * s.blocks)
 
 
 def _meet(s: Shape, counter_ref) -> None:

@@ -353,7 +353,7 @@ def test_queries_come_in_the_order_of_the_kernels_of_attention():
     def there_and_back(x):
         by_position = mosaic.by_position(x, T)
         assert by_position.shape == (B, T, K * G, H)
-        return split_keys._rows(by_position, read)
+        return split_keys.by_group(by_position, read)
 
     shape = jax.ShapeDtypeStruct((B, K, T * G, H), jnp.bfloat16)
     program = jax.jit(there_and_back).lower(shape).compile()

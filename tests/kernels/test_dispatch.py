@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from h200_lowering import lower_for_h200
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
 from pallas_kernels import Unsupported, dispatch
@@ -23,6 +24,7 @@ def breaks(x, scale=1):
 
 
 X = jnp.arange(3.0)
+INTERPRET = plgpu.InterpretGPUParams()
 
 
 @pytest.mark.parametrize("name", [None, "first", "xla"])
@@ -95,6 +97,25 @@ def test_any_other_device_is_named():
     refused = pytest.raises(Unsupported, match=r"Hopper GPU .*, not 'cpu'")
     with jax.default_device(cpu), refused:
         dispatch.require_hopper()
+
+
+def test_the_interpreter_takes_the_blocks_given_and_a_gpu_its_multiprocessors():
+    seen = [dispatch.thread_blocks(3, INTERPRET)]
+    lower_for_h200(lambda x: seen.append(dispatch.thread_blocks(None, None)) or x, X)
+    assert seen == [3, 132]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "interpret", "message"),
+    [
+        (None, INTERPRET, "blocks=None with interpret: give how many"),
+        (0, INTERPRET, "blocks=0 with interpret: .* at least 1"),
+        (66, None, "blocks=66 without interpret: leave it out"),
+    ],
+)
+def test_blocks_go_with_the_interpreter(blocks, interpret, message):
+    with pytest.raises(ValueError, match=message):
+        dispatch.thread_blocks(blocks, interpret)
 
 
 def test_unsupported_can_be_caught_as_not_implemented():
