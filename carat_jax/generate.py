@@ -213,9 +213,6 @@ def decode(
 ) -> tuple[Tokens, DecodeState]:
     """Up to `steps` more tokens, fewer where every row ends before.
 
-    Cannot be called inside another jit (see `device_loops`); `generate_tokens` can, and there the
-    host turns the loop.
-
     Args:
       params, config: the model.
       state: donated.

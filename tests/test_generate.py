@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scripted_model
@@ -12,6 +13,8 @@ from scripted_model import BOS, EOS, ID, chain
 
 import carat_jax as carat
 from carat_jax import generate
+from carat_jax.kv_state import init_state
+from carat_jax.options import GenerateOptions
 
 CONFIG, V = small_model.CONFIG, small_model.CONFIG.vocab_size
 KEY = jax.random.key(0)
@@ -246,3 +249,23 @@ def test_row_keys():
     np.testing.assert_array_equal(jax.random.key_data(streams), one)
     with pytest.raises(ValueError, match="3 seeds for 2 prompts"):
         generate.row_keys((1, 2, 3), 2)
+
+
+def test_decode_can_be_called_within_another_jit():
+    """Where JAX takes no compiler options."""
+    config, params = CONFIG, small_model.params()
+    options = GenerateOptions(max_new_tokens=8)
+    tokens, lengths = np.arange(12).reshape(1, 12) + 3, np.array([12])
+
+    def text(decode):
+        state, last = init_state(config, 1, 64), jnp.zeros((1, config.hidden_size))
+        last, state = generate.prefill_chunk(params, config, tokens, state, lengths, last)
+        controls = generate.Controls.of(options, generate.row_keys(0, 1))
+        _, state = generate.begin(params, config, last, state, controls)
+        return decode(state, jnp.int32(7), jnp.zeros(1, bool)).tokens
+
+    def decode(state, steps, stopped):
+        return generate.decode(params, config, state, steps, stopped, size=8)[0]
+
+    np.testing.assert_array_equal(text(jax.jit(decode)), text(decode))
+    assert jax.eval_shape(lambda: text(decode)).shape == (1, 8)

@@ -106,7 +106,7 @@ class Engine:
 
     def __repr__(self) -> str:
         scheduler = self._scheduler
-        waiting = len(self._inbox) + len(scheduler.waiting)
+        waiting = len(self._inbox) + scheduler.without_slot()
         end = ", failed" if self._error is not None else ", closed" if self._closing else ""
         return (
             f"Engine({scheduler.slots} slots, {len(scheduler.rows.live)} live, {waiting} waiting, "
@@ -255,7 +255,7 @@ class Engine:
         return Request(ids, asked, Row(gemma.tokenizer, asked), finishing)
 
     def _has_room(self) -> bool:
-        return len(self._inbox) + len(self._scheduler.waiting) < self.max_waiting
+        return len(self._inbox) + self._scheduler.without_slot() < self.max_waiting
 
     def _queue(self, request: Request) -> None:
         self._inbox.append(request)

@@ -125,7 +125,7 @@ class Scheduler:
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
         self._served: list[Served] = []
         self._flights: deque[Flight] = deque()  # the oldest first
-        self.metrics = Metrics(slots, self._occupied, self._without_slot)
+        self.metrics = Metrics(slots, self._occupied, self.without_slot)
 
     @property
     def idle(self) -> bool:
@@ -144,7 +144,8 @@ class Scheduler:
     def _occupied(self) -> int:
         return sum(served.has_slot for served in self._served)
 
-    def _without_slot(self) -> int:
+    def without_slot(self) -> int:
+        """Requests that have none, one that is read ahead included."""
         return len(self.waiting) + len(self._served) - self._occupied()
 
     def step(self) -> None:
@@ -203,11 +204,18 @@ class Scheduler:
             # The last token of a prompt is always left to be read: here it is none of theirs.
             with self._ending(future):
                 self._open(future, [*ids, 0], len(ids))
-        elif self.waiting and self.ready is None:
+        elif self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0])):
             request = self.waiting.popleft()
             served = Served(request, tally=SpeculationTally(1) if self.speculation else None)
             self._served.append(served)
             self._open(served, request.prompt, len(request.prompt))
+
+    def _may_be_read_ahead(self, request: Request) -> bool:
+        """Not beside another; nor if one that generates began with half of the same prompt: then
+        the state that it leaves is worth waiting for."""
+        half = request.prompt[: -(-len(request.prompt) // 2)]
+        alike = any(served.request.prompt[: len(half)] == half for served in self.rows.live)
+        return self.ready is None and not alike
 
     def _give_slot(self, reading: Reading) -> None:
         """Gives the request whose prompt this is a slot."""

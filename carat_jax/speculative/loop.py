@@ -86,8 +86,7 @@ def speculate(
 ) -> tuple[Tokens, Counts, SpeculativeState]:
     """Up to `rounds` rounds, fewer where every row ends before.
 
-    Calls with different K may follow one another. Not for use inside another jit (see
-    `device_loops`).
+    Calls with different K may follow one another.
 
     Args:
       params, config: the target.

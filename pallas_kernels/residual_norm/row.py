@@ -20,13 +20,16 @@ WARPS = 4  # of a warpgroup
 
 
 def check_rows(h: jax.Array, **others: jax.Array | PartialSums) -> None:
-    """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192."""
+    """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192, no
+    rows."""
     for name, x in (("h", h), *others.items()):
         if x.dtype != jnp.bfloat16:
             raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
     D = h.shape[-1]
     if D % 256 or D > WIDEST:
         raise Unsupported(f"h {h.shape}: takes D % 256 == 0 <= {WIDEST}")
+    if not h.size:
+        raise Unsupported(f"h {h.shape} has no rows")
 
 
 @dataclasses.dataclass(frozen=True)

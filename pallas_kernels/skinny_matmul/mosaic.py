@@ -55,8 +55,8 @@ def skinny_matmul(
     cores = thread_blocks(blocks, interpret)
     check_matrix(x.dtype, w, transposed, interpreted)
     (M, D), F = x.shape, w.shape[0 if transposed else 1]
-    if M > MOST_ROWS:
-        raise Unsupported(f"x {x.shape} has {M} rows: takes up to {MOST_ROWS} rows")
+    if not 1 <= M <= MOST_ROWS:
+        raise Unsupported(f"x {x.shape} has {M} rows: takes 1 to {MOST_ROWS} rows")
     if interpreted:  # a GPU's copies fill up with zeros themselves
         x = jnp.pad(x, ((0, height_of(M) - M), (0, 0)))
     stages = RING // ((height_of(M) + COLUMNS) * STEP * 2)

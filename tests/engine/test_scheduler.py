@@ -247,6 +247,18 @@ def test_a_prompt_is_read_while_all_slots_are_taken():
     assert first.times.first_token < second.times.first_token
 
 
+def test_a_prompt_that_a_live_sequence_began_with_waits_for_its_state():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 1)
+    prompts = [[*BASE[:100], i, i] for i in range(5)]
+    requests = [by_hand.submit(s, model, ids, max_new_tokens=4) for ids in prompts]
+    by_hand.work_off(s)
+    for request, ids in zip(requests, prompts, strict=True):
+        assert request.result(0).tokens == model.generate(ids, max_new_tokens=4).tokens
+    read = s.metrics.registry.get_sample_value("carat_prompt_tokens_total", {"source": "reused"})
+    assert read == 4 * 100
+
+
 def test_what_was_read_ahead_can_be_cancelled():
     model = by_hand.small_gemma()
     s = by_hand.scheduler(model, 1)

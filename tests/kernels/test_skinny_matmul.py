@@ -164,7 +164,7 @@ def test_parts_are_added_in_their_order():
         ((1, 128), (128, 256), "float32", "float32"),
         ((1, 96), (96, 256), "bfloat16", "D a multiple of 64"),
         ((1, 128), (128, 192), "bfloat16", "F of 128"),
-        ((65, 128), (128, 256), "bfloat16", "up to 64 rows"),
+        ((65, 128), (128, 256), "bfloat16", "takes 1 to 64 rows"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_unsupported(x, w, dtype, named):
