@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from progress import only_progress
 
 from carat_jax import cli, compilation_cache, memory
@@ -40,7 +41,18 @@ def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
     return json.loads(file.read_text()), printed.out.splitlines()
 
 
-def test_decode(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def cold():
+    """Nothing that was compiled and kept on disk before is used."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax_cache.reset_cache()  # which it was is remembered
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    jax_cache.reset_cache()
+
+
+def test_decode(capsys, tmp_path, monkeypatch, cold):
     monkeypatch.setitem(memory.READ_BANDWIDTH, jax.devices()[0].device_kind, BANDWIDTH)
     monkeypatch.setattr(calls, "REPEATS", 3)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
@@ -61,7 +73,7 @@ def test_decode(capsys, tmp_path, monkeypatch):
     assert row["ratio"] == pytest.approx(row["ms"] / row["floor_ms"], rel=0.05)
     assert row["tokens_per_s"] == pytest.approx(1e3 * row["batch"] / row["ms"], rel=0.05)
     assert row["gb_per_s"] == round(read.total / row["ms"] / 1e6)
-    assert 0 <= row["compile_s"] < 60  # next to nothing if another test has compiled the same
+    assert row["compile_s"] > 0
     assert row["first_token_s"] > 0
     assert row["peak_gb"] is None  # a CPU does not count
     assert row["large_copies"] == 0

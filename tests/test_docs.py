@@ -198,6 +198,40 @@ def test_the_sums_over_devices_are_as_stored():
         assert any(abs(bare - b) <= 0.0501 and abs(added - a) <= 0.0501 for b, a in measured), bare
 
 
+def test_the_table_of_serving_was_measured():
+    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    table = page.partition("| slots | requests | output tokens/s |")[2].partition("\n\n")[0]
+    stated = re.findall(
+        r"^\| (\d+)[^|]*\|[^|]*\| (\S+) \| (\S+) \| (\S+), (\S+) \| (\S+) \|", table, re.M
+    )
+    files = ("3", "8", "6k", "3_plain")
+    fields = ("slots", "output_throughput", "mean_tpot_ms", "mean_itl_ms", "max_itl_ms",
+              "slot_occupancy")  # fmt: skip
+    for name, cells in zip(files, stated, strict=True):
+        (row,) = results(f"serving_31b_{name}.json")
+        for field, cell in zip(fields, cells, strict=True):
+            text = cell.replace(",", "")
+            assert abs(row[field] - float(text)) <= half_a_digit(text), (name, field)
+
+
+def test_the_tables_of_changed_attention_and_of_loops_were_measured():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    stored = json.loads((ROOT / "benchmarks/h200/kernels_31b.json").read_text())
+    stated = re.findall(r"^\| (ring|global)[^|]*, (before|after) \| (.*) \|$", page, re.M)
+    told = [(stored["attention_merge"][when][op], row) for op, when, row in stated]
+    loops = stored["loops"]["runs"]
+    table = page.partition("| 31B cut to twelve layers")[2].partition("\n\n")[0]
+    stated = re.findall(r"^\| [^|]*[a-z`] \| ([\d.]+ \| [\d.]+) \|$", table, re.M)
+    kernels = stored["loops"]["kernels_us"]
+    rows = [[kernels["step"] / 1000, kernels["round"] / 1000]]
+    rows += [[run["step_ms"], run["round_ms"]] for run in loops[:3]]
+    told += zip(rows, stated, strict=True)
+    assert len(told) == 8
+    for values, row in told:
+        for value, text in zip(values, row.split(" | "), strict=True):
+            assert abs(value - float(text)) <= half_a_digit(text), row
+
+
 def test_the_table_of_attention_was_measured():
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     pattern = r"^\| (ring|global)[^|]*, ([\d,]+) (?:keys|positions) \| ([^|]+)\|(.*)\|[^|]*\|$"

@@ -213,9 +213,10 @@ class Scheduler:
     def _may_be_read_ahead(self, request: Request) -> bool:
         """Not beside another; nor if one that generates began with half of the same prompt: then
         the state that it leaves is worth waiting for."""
+        if self.ready is not None:
+            return False
         half = request.prompt[: -(-len(request.prompt) // 2)]
-        alike = any(served.request.prompt[: len(half)] == half for served in self.rows.live)
-        return self.ready is None and not alike
+        return not any(served.request.prompt[: len(half)] == half for served in self.rows.live)
 
     def _give_slot(self, reading: Reading) -> None:
         """Gives the request whose prompt this is a slot."""
