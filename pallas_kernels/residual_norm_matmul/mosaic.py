@@ -128,6 +128,7 @@ def _launch(
             **form.scratch(),
         },
         interpret=interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*inputs)
 
 

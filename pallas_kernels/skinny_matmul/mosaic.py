@@ -88,4 +88,5 @@ def _launch(stream: Stream, interpret: Any, x: jax.Array, w: jax.Array) -> jax.A
             **stream.scratch(copies=1 + rows.requests),
         },
         interpret=interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(rows.source(x), w)

@@ -23,6 +23,7 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.read_once import copy_once
 from pallas_kernels.row_copies import TILED
 from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
 from pallas_kernels.thread_stores import as_int32, store, where_below
@@ -102,7 +103,7 @@ class Stream:
         column, step = self.cut.place(lax.axis_index("block"), i)
         widths, columns = pl.ds(step * STEP, STEP), pl.ds(column * COLUMNS, COLUMNS)
         tile = w_ref.at[columns, widths] if self.transposed else w_ref.at[widths, columns]
-        plgpu.copy_gmem_to_smem(tile, w_ring.at[slot], full.at[slot])
+        copy_once(tile, w_ring.at[slot], full.at[slot], interpreted=self.interpreted)
         return slot, step
 
     def fill(self, load: Callable[[Any], None]) -> None:

@@ -134,7 +134,9 @@ def _launch(
         thread_name="warpgroup",
         # Room for the most rows at once: a maximum in two goes costs two barriers more a tile.
         compiler_params=plgpu.CompilerParams(
-            reduction_scratch_bytes=128 * ROWS[-1], approx_math=True
+            reduction_scratch_bytes=128 * ROWS[-1],
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.read_once import copy_once
 from pallas_kernels.split_keys.geometry import CHUNK, TILE, Shape, item, items, mask
 
 # A masked score is lower than the start of the running maximum, so that its weight is exactly 0.
@@ -63,7 +64,7 @@ def copy_tiles(
                     plgpu.barrier_wait(free.at[slot])
 
                 source = tile_chunk(group, first + i, chunk)
-                plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot])
+                copy_once(source, tiles.at[slot], full.at[slot], interpreted=s.interpreted)
 
             pl.when((i == 0) & ~queries_first)(load_queries)
             return 0
