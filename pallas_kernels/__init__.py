@@ -9,7 +9,8 @@ GPU; or `apart.py`, that of an op made of two. `split_keys` is the kernel of two
 
 Beside them, what ops share: `dispatch` picks an implementation; `partial_sums` are products left
 in pieces; `grouping`, `rotation` and `cache_slots` are query rows by KV head, RoPE and writes to
-a cache in plain JAX; `row_copies` and `thread_stores` move rows and numbers within kernels.
+a cache in plain JAX; `row_copies`, `read_once` and `thread_stores` move rows, tiles and numbers
+within kernels.
 
 Axis letters: B sequence, T new position, N query head, K KV head, G = N / K, H head width, S slot
 of a global cache, R slot of a ring, W window, P rotated widths of a head.
