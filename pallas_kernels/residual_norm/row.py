@@ -104,10 +104,12 @@ class Row:
         Args:
           row: which one of h [M, D] and y [pieces, M, D].
         """
-        next_w = self._load(next_ref.at[self.own])  # on its way from the start
+        # On their way from the start.
+        next_w = self._load(next_ref.at[self.own])
+        scales = [ref[0].astype(jnp.float32) for ref in scale_refs]
         h = self.add(row, h_ref, y_ref, w_ref, **scratch)
-        for ref in scale_refs:
-            h = _rounded(h * ref[0].astype(jnp.float32))
+        for scale in scales:
+            h = _rounded(h * scale)
         return h.astype(jnp.bfloat16), self._norm(h, next_w, 1, **scratch).astype(jnp.bfloat16)
 
     def _load(self, ref: Any) -> jax.Array:
