@@ -13,10 +13,14 @@ every T and every batch. The splits of a growing cache have `tiles_per_split` ti
 with the position; the rows of one call that fall on both sides of a change (16 positions can
 meet only one) are computed with either size and merged with their own.
 
-Bytes: every live key and value once (floor: 4.69 TB/s on an H200). FLOPs: 4·G·T·H a key, some 60
-to 300 TFLOP/s at the floor with G·T = 8…40 rows, which the matrix units hide under the copies.
-On top come launch, first copy, partial results, counter and merge: at T = 1 about 6 µs for a ring,
-for a global cache 8 at 6,005 keys and 18 at 131,072.
+At most 40 query rows (G·T) of a KV head fit into one product. More are cut into blocks, items of
+their own, each of which reads the head's keys and values again: 12B has 64 rows at T = 4, 31B at
+T = 8. `Shape.row_blocks` says how many; docs/kernels.md has them for the published sizes.
+
+Bytes: every live key and value once for each block of rows (floor: 4.69 TB/s on an H200). FLOPs:
+4·G·T·H a key, some 60 to 300 TFLOP/s at the floor with G·T = 8…40 rows, which the matrix units
+hide under the copies. On top come launch, first copy, partial results, counter and merge: at T = 1
+about 6 µs for a ring, for a global cache 8 at 6,005 keys and 18 at 131,072.
 """
 
 import functools

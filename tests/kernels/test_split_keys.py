@@ -5,6 +5,7 @@ On a GPU it runs in `test_ring_attention` and `test_global_attention`.
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,16 @@ def simulated(arguments: tuple[list, dict], blocks: int) -> np.ndarray:
 def test_a_ring(heads, lengths, T, W, R, blocks):
     h = history(heads, "bfloat16", lengths, T)
     out = simulated(rings(h, R, W), blocks)
+    assert_accurate(out, h.expected(window=W), "bfloat16")
+
+
+@garbage_overflows
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_ring_at_the_edges_of_window_and_ring(T):
+    """Of two tiles, a split each."""
+    W, R = 64, 128
+    h = history(LOCAL, "bfloat16", [1, W - 1, W, W + 1, R - 1, R, R + 1, 3 * W], T)
+    out = simulated(rings(h, R, W), blocks=2)
     assert_accurate(out, h.expected(window=W), "bfloat16")
 
 
@@ -136,13 +147,19 @@ def lowered(heads: Heads, arguments: dict) -> str:
     return lower_for_h200(call, **arguments)
 
 
-# (B, T): a decode step, a verify step, and many rows of query blocks. More where the kernel has
-# tiles of 8, 16 and 32 query rows for T = 1, 4 and 16, and for the size that is tuned most: 40
-# for T = 5, the most that a tile takes. For T = 5 some have 10 or 20, no multiple of 8.
-SOME = [(1, 1), (8, 16)]
-MORE = {"31b": [(1, 1), (8, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 1), (1, 4), (1, 5), (8, 16)]}
-# Heads of 26B-A4B are those of 31B, only fewer.
-QUICK = {"31b": [(1, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 5)], "26b-a4b": []}
+# (B, T): a decode step, verify steps, and many rows of query blocks. The kernel has tiles of 8, 16,
+# 32 and 40 query rows; for T = 5 some have 10 or 20, no multiple of 8. Beyond 40 rows it takes
+# several: for 12B from T = 4 on.
+STEPS = [(1, 1), (1, 4), (1, 5), (1, 8), (8, 16)]
+MORE = {"31b": [(8, 1)]}
+# Tiles that no other size has. Heads of 26B-A4B are those of 31B, only fewer.
+QUICK = {
+    "31b": [(1, 1), (1, 4), (1, 5), (8, 16)],
+    "12b": [(1, 1), (1, 5)],
+    "26b-a4b": [],
+    "e4b": [(1, 5)],
+    "e2b": [(1, 1), (1, 5)],
+}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +173,7 @@ QUICK = {"31b": [(1, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 5)], "26b-a4b": [
             marks=[] if (B, T) in QUICK.get(heads.name, [(1, 1)]) else pytest.mark.slow,
         )
         for heads in PUBLISHED_LOCAL + PUBLISHED_GLOBAL
-        for B, T in MORE.get(heads.name, SOME)
+        for B, T in STEPS + MORE.get(heads.name, [])
     ],
 )
 def test_the_published_shapes_lower(heads, B, T):
@@ -166,34 +183,80 @@ def test_the_published_shapes_lower(heads, B, T):
         assert "stablehlo.pad" not in text  # a kernel of its own
 
 
-def test_a_decode_step_of_31b_reads_its_caches_where_they_lie():
+NARROW = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1024}
+
+
+@pytest.mark.parametrize(
+    ("name", "B", "T", "widths"),
+    [
+        pytest.param("31b", 1, 1, {}, id="31b-B1-T1"),
+        pytest.param("31b", 2, 5, NARROW, id="31b-narrow-B2-T5"),
+        pytest.param("e4b", 2, 5, NARROW, id="e4b-narrow-B2-T5"),
+        pytest.param("31b", 2, 5, {}, id="31b-B2-T5", marks=pytest.mark.slow),
+        pytest.param("e4b", 1, 1, {}, id="e4b-B1-T1", marks=pytest.mark.slow),
+        pytest.param("e4b", 2, 5, {}, id="e4b-B2-T5", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_reads_its_caches_where_they_lie(name, B, T, widths):
     """Each is written by one kernel and read by another, and nothing else touches it.
 
-    Of two of its periods of five rings and a global cache: more are the same again.
+    Of two rings and two global caches; in E4B another layer borrows the last of each.
     """
-    whole = GemmaConfig.preset("31b")
-    config = replace(whole, num_hidden_layers=12, layer_types=whole.layer_types[:12])
-    state = abstract_state(config, 1, 8192)
+    whole = GemmaConfig.preset(name)
+    borrowers = 2 if whole.num_kv_shared_layers else 0
+    kinds = (whole.layer_types[0], whole.layer_types[-1]) * (2 + borrowers // 2)
+    config = replace(
+        whole,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        num_kv_shared_layers=borrowers,
+        **widths,
+    )
+    state = abstract_state(config, B, 8192)
     text = lower_for_h200(
         lambda params, tokens, state: forward(params, config, tokens, state),
         abstract_params(config),
-        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
         state,
     )
     kernels = set(re.findall(r"func private @(\w+)\((?:(?!func).)*?@mosaic_gpu", text, re.DOTALL))
-    caches, ring, cache = state.layers, state.layers[0], state.layers[5]
-    for leaf, each in ((ring.k, 2), (cache.v, 1), (cache.k_rotated, 1)):
-        array = f"tensor<{'x'.join(map(str, leaf.shape))}xbf16>"
-        number = sum(other.shape == leaf.shape for other in jax.tree.leaves(caches))
-        lines = [line for line in text.splitlines() if array in line]
-        uses = [re.sub(r"^\s*(%[\w:]+ = )?", "", line) for line in lines]
-        calls = [use for use in uses if use.startswith("call")]
-        assert {re.match(r"call @(\w+)", call)[1] for call in calls} <= kernels
-        written = [call for call in calls if array in call.rpartition("->")[2]]
-        assert len(written) * each == number
-        assert len(calls) == 2 * len(written)
-        frame = ("call", "func.func", "return", "stablehlo.custom_call @mosaic_gpu")
-        assert [use for use in uses if not use.startswith(frame)] == []
+    every = [leaf.shape for leaf in jax.tree.leaves(state.layers)]
+    for kind, layer in zip(kinds[:2], state.layers[:2], strict=True):
+        own = [leaf.shape for leaf in jax.tree.leaves(layer)]
+        for shape in set(own):
+            array = f"tensor<{'x'.join(map(str, shape))}xbf16>"
+            lines = [line for line in text.splitlines() if array in line]
+            uses = [re.sub(r"^\s*(%[\w:]+ = )?", "", line) for line in lines]
+            calls = [use for use in uses if use.startswith("call")]
+            assert {re.match(r"call @(\w+)", call)[1] for call in calls} <= kernels
+            written = [call for call in calls if array in call.rpartition("->")[2]]
+            assert len(written) * own.count(shape) == every.count(shape)
+            assert len(calls) == len(written) + kinds.count(kind)
+            frame = ("call", "func.func", "return", "stablehlo.custom_call @mosaic_gpu")
+            assert [use for use in uses if not use.startswith(frame)] == []
+
+
+def test_a_cache_is_read_as_often_as_the_page_of_kernels_says():
+    """Once for each block of query rows, at the head groups of the published sizes."""
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = page.partition("query heads on a KV head |")[2].partition("\n\n")[0]
+    header, _, *rows = table.splitlines()
+    positions = [int(T) for T in re.findall(r"T = (\d+)", header)]
+    assert positions == [1, 4, 5, 8, 16]
+    stated = {}
+    for row in rows:
+        G, *blocks = re.findall(r"\| (\d+)", row)
+        stated[int(G)] = [int(n) for n in blocks]
+    published = PUBLISHED_LOCAL + PUBLISHED_GLOBAL
+    assert set(stated) == {heads.G for heads in published}
+    for heads in published:
+        window, slots = heads.W, heads.W + 64 if heads.W else 8192
+        for T, blocks in zip(positions, stated[heads.G], strict=True):
+            shape = Shape(
+                1, T, heads.K, heads.G, heads.H, heads.P, slots, window, 132, interpreted=False
+            )
+            assert shape.row_blocks == blocks, (heads, T)
+            assert shape.row_blocks * shape.rows >= heads.G * T
 
 
 @pytest.mark.parametrize("T", [1, 2, 4, 5, 16])
