@@ -112,12 +112,9 @@ class Reader:
     def finish(
         self, reading: Reading, options: GenerateOptions
     ) -> tuple[generate.Tokens, generate.DecodeState]:
-        """The token that follows a prompt that has been read, on the host, and the state then."""
+        """The token that follows a prompt that has been read, and the state then."""
         controls = generate.Controls.of(options, generate.row_keys(options.seed, 1))
-        first, state = generate.begin(
-            self._params, self._config, reading.hidden, reading.kv, controls
-        )
-        return sharding.fetch(first), state
+        return generate.begin(self._params, self._config, reading.hidden, reading.kv, controls)
 
     def with_drafter(self, reading: Reading, state: generate.DecodeState) -> State:
         """The state of `finish`, which is donated, beside the drafter's if there is one."""

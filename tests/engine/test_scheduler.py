@@ -202,6 +202,46 @@ def test_the_device_has_work_while_tokens_are_fetched(monkeypatch):
     assert len(request.result(0).tokens) == count
 
 
+def test_a_first_token_is_fetched_when_the_others_have_work(monkeypatch):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    requests = [by_hand.submit(s, model, BASE[:5], max_new_tokens=40)]
+    s.step()
+    requests.append(by_hand.submit(s, model, BASE[:7], max_new_tokens=2))
+    told, step, fetch = [], s.rows.step, sharding.fetch
+    monkeypatch.setattr(s.rows, "step", lambda n: told.append("dispatched") or step(n))
+    monkeypatch.setattr(sharding, "fetch", lambda x: told.append("fetched") or fetch(x))
+    s.step()
+    assert told == ["dispatched", "fetched", "fetched"]  # what was in flight, the first token
+    assert len(requests[1].row.tokens) == 1
+    by_hand.work_off(s)
+    assert requests[1].result(0).tokens == model.generate(BASE[:7], max_new_tokens=2).tokens
+
+
+@pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
+def test_no_row_works_for_one_that_has_all_its_tokens_while_someone_waits(monkeypatch, drafter):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2, drafter)
+    counts = [2, 9, 10, 16, 17, 18, 25, 33]
+    requests = [
+        by_hand.submit(s, model, BASE[i : i + 5], max_new_tokens=n) for i, n in enumerate(counts)
+    ]
+    made, step = [], s.rows.step
+
+    def dispatching(steps):
+        waited = s.without_slot() > 0
+        tokens, speculated = step(steps)
+        made.append((waited, [o is not None for o in s.rows.occupants], tokens.num_tokens))
+        return tokens, speculated
+
+    monkeypatch.setattr(s.rows, "step", dispatching)
+    by_hand.work_off(s)
+    for request, count in zip(requests, counts, strict=True):
+        assert len(request.result(0).tokens) == count
+    busy = [np.asarray(num)[taken] for waited, taken, num in made if waited]
+    assert len(busy) > 10 and all((num > 0).all() for num in busy)
+
+
 def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
     model = by_hand.small_gemma()
     s = by_hand.scheduler(model, 1)
