@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums, pieces
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import TILED
 from pallas_kernels.row_norm import Row, check_rows
 from pallas_kernels.streamed_product.geometry import STEP, Cut
@@ -128,7 +129,7 @@ def _launch(
             **form.scratch(),
         },
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=SEMANTICS),
     )(*inputs)
 
 

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import RowCopies
 from pallas_kernels.streamed_product.geometry import COLUMNS, STEP, Cut
 from pallas_kernels.streamed_product.stream import Stream, check_matrix, height_of
@@ -88,5 +89,5 @@ def _launch(stream: Stream, interpret: Any, x: jax.Array, w: jax.Array) -> jax.A
             **stream.scratch(copies=1 + rows.requests),
         },
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=SEMANTICS),
     )(rows.source(x), w)

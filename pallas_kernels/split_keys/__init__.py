@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import TILED, RowCopies
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import arrive, merge_splits
@@ -136,7 +137,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=128 * ROWS[-1],
             approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            lowering_semantics=SEMANTICS,
         ),
     )
 
