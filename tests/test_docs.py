@@ -289,6 +289,31 @@ def test_the_table_of_what_is_read_once_was_measured():
             assert abs(run[field] - float(cell)) <= half_a_digit(cell), run["variant"]
 
 
+OPS = [
+    path
+    for path in sorted((ROOT / "pallas_kernels").glob("*/__init__.py"))
+    if "\nIMPLEMENTATIONS" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", OPS, ids=lambda path: path.parent.name)
+def test_the_order_of_an_ops_implementations_names_what_is_stored(path):
+    """Each file with its commits, parts of it in quotes, and the command."""
+    lines = re.search(r"\n((?:#.*\n)+)IMPLEMENTATIONS", path.read_text())[1]
+    comment = " ".join(line.lstrip("# ") for line in lines.splitlines())
+    files = re.findall(r"([\w-]+\.json) \(([\w, ]+)\)", comment)
+    assert len(files) == comment.count(".json") >= 1, comment
+    stored = {name: (ROOT / "benchmarks" / "h200" / name).read_text() for name, _ in files}
+    for name, commits in files:
+        assert all(commit in stored[name] for commit in commits.split(", ")), name
+    for part in re.findall(r'"(\w+)"', comment):
+        assert part in ("mosaic", "xla") or f'"{part}": ' in "".join(stored.values()), part
+    commands = re.findall(r"`(carat [^`]*)`", comment)
+    assert commands or "by a script that is not kept" in comment
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command)[1:])
+
+
 ABLATION = {  # rows of the table: variant, and which key counts
     "ring": ("ring", None),
     "pages of 64": ("pages of 64", None),
