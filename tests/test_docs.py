@@ -17,7 +17,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import carat_jax as carat
-from carat_jax import cli, compilation_cache
+from carat_jax import cli, compilation_cache, memory
+from carat_jax.config import PRESETS
 from carat_jax.training import acceptance, drafter, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,6 +250,57 @@ def test_the_table_of_attention_was_measured():
         for tokens, cell in zip((1, 4, 5), cells.split("|"), strict=True):
             us = found[tokens]["us"]
             assert abs(us - float(cell)) <= half_a_digit(cell.strip()), (op, context, tokens)
+
+
+def reached() -> Iterator[tuple[str, str, float, float | None]]:
+    """(file, row of the table, what was measured in its unit, floor if there is one)."""
+    attention = "attention_31b.json"
+    rows = {(r["op"], r["context"], r["tokens"]): r for r in results(attention)}
+    for op, context, where in (
+        ("ring", 6005, "ring"),
+        ("global", 6005, "6,005 keys"),
+        ("global", 32_768, "32,768 keys"),
+        ("global", 131_072, "131,072 keys"),
+    ):
+        for tokens in (1, 4) if context == 6005 else (4,):
+            row = rows[op, context, tokens]
+            yield attention, f"attention, {where}, T = {tokens}", row["us"], row["floor_us"]
+    (step,) = results("speculative_31b.json")
+    assert (step["batch"], step["context"], step["proposals"]) == (1, 6005, 4)
+    read = memory.step_bytes(PRESETS["31b"], 1, 6005)
+    floor = 1e3 * read.floor_s(memory.READ_BANDWIDTH["NVIDIA H200"])
+    yield "speculative_31b.json", "a step of 31B behind 6,005 tokens", step["step_ms"], floor
+    more = 100 * (step["verify_ms"] / step["step_ms"] - 1)
+    yield "speculative_31b.json", "a verify pass over a step of 31B", more, None
+    prefill, *_ = results("prefill_31b_cold.json")
+    assert prefill["prompt"] == 8192
+    yield "prefill_31b_cold.json", "a prompt of 8,192 tokens, 31B", prefill["ttft_s"], None
+    for size in ("12b", "26b-a4b", "e4b", "e2b"):
+        (row,) = results(f"decode_{size}.json")
+        assert (row["batch"], row["context"]) == (1, 2048)
+        label = f"a step of {size.upper()} behind 2,048 tokens"
+        yield f"decode_{size}.json", label, row["ms"], row["floor_ms"]
+
+
+def test_the_table_of_what_was_reached_was_measured():
+    """And a row says "reached" where that is no more than the aim, and there alone."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = page.partition("\n| | floor | aim | measured | commit |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\|" + r" ([^|]+) \|" * 6, table, re.M)
+    stated = {label: cells for label, *cells in rows}
+    for file, label, *values in reached():
+        floor, aim, measured, commit, why = stated.pop(label)
+        stored = json.loads((ROOT / "benchmarks" / "h200" / file).read_text())
+        assert commit == stored["environment"]["commit"], label
+        assert (floor == "–") == (values[1] is None), label
+        for value, cell in zip(values, (measured, floor), strict=True):
+            if value is None:
+                continue
+            number, unit = cell.lstrip("+ ").split()
+            assert abs(value - float(number)) <= half_a_digit(number), (label, value)
+            assert unit == aim.split()[-1], label
+        assert why.startswith("reached") == (values[0] <= float(aim.lstrip("+ ").split()[0])), label
+    assert [cells[2:4] for cells in stated.values()] == [["–", "–"]] * 2  # prefill attention
 
 
 KERNELS_OF_A_STEP = {  # rows of the table: the kernel's name in profiles
