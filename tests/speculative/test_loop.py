@@ -123,12 +123,12 @@ def controls_of(prompts: tuple, options: GenerateOptions) -> generate.Controls:
     return generate.Controls.of(options, generate.row_keys(3, len(prompts)))
 
 
-def decoded(prompts: tuple, controls: generate.Controls) -> Result:
+def decoded(prompts: tuple, controls: generate.Controls, config: GemmaConfig = CONFIG) -> Result:
     """The small model without a drafter."""
     params = small_model.params()
-    first, decode, _ = begun(params, CONFIG, prompts, controls)
+    first, decode, _ = begun(params, config, prompts, controls)
     stopped = np.zeros(len(prompts), bool)
-    rest, decode = generate.decode(params, CONFIG, decode, jnp.int32(SIZE), stopped, size=SIZE)
+    rest, decode = generate.decode(params, config, decode, jnp.int32(SIZE), stopped, size=SIZE)
     return joined([first, rest], decode.kv)
 
 
@@ -505,13 +505,28 @@ def test_texts_have_the_models_distribution():
     assert 0.2 < np.asarray(done.accepted).sum() / (B * (n - 1)) < 0.9
 
 
+# --- Slack ---------------------------------------------------------------------------------------
+
+NARROW = dataclasses.replace(CONFIG, sliding_window=R - 4)  # leaves its rings a slack of 4
+
+
+def test_as_many_proposals_as_the_rings_have_slack():
+    """Rejected guesses fill every slot that no later token reads."""
+    for prompts, right in zip(BATCHES[4:], (0, 2, [0.7] * 4), strict=True):
+        controls = controls_of(prompts, options_of())
+        expected = decoded(prompts, controls, NARROW)
+        drafter = knowing(expected.tokens, right)
+        got = drafted(drafter, 4, prompts, controls, config=NARROW)
+        got.assert_same_text(expected)
+        assert_same_cache(got.kv, expected.kv, NARROW)
+
+
 # --- Refusals ------------------------------------------------------------------------------------
 
 
 def test_proposals_beyond_the_slack_are_refused():
     drafter = knowing([[0]], 1)
-    narrow = dataclasses.replace(CONFIG, sliding_window=R - 4)
-    for config, most in ((narrow, 4), (CONFIG, 15)):
+    for config, most in ((NARROW, 4), (CONFIG, 15)):
         state = init_state(config, 1, 64, slack=0)
         assert check_speculation(Speculation(drafter, most), state, config) == most
         assert check_speculation(Speculation(drafter, "auto"), state, config) == most
@@ -521,3 +536,24 @@ def test_proposals_beyond_the_slack_are_refused():
     forced = Speculation(drafter, "auto", Forced.at_rates([0.5, 0.25]))
     with pytest.raises(ValueError, match=r"'auto': Forced has probabilities .* give 2"):
         check_speculation(forced, state, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("config", "K", "slack", "most"), [(NARROW, 5, 4, 4), (CONFIG, 16, 48, 15)], ids=["5", "16"]
+)
+def test_the_loop_itself_refuses_them_too(config, K, slack, most):
+    """Such a step would run as a prompt's chunk, and could overwrite what is needed again."""
+    prompts, drafter = BATCHES[4], knowing([[0]] * 4, 1)
+    params, controls = small_model.params(), controls_of(prompts, options_of())
+    _, decode, last = begun(params, config, prompts, controls)
+    state = start(drafter, drafter.init(config, 4, 128), last, decode)
+    told = f"num_proposals = {K}: .* a slack of {slack} in its rings: give 0 to {most}, or .*slack"
+    for call in (
+        functools.partial(draft, params, config, drafter, state, 1),
+        functools.partial(
+            speculate, params, config, drafter, Exact(), state, 1, np.zeros(4, bool), size=SIZE
+        ),
+    ):
+        for wrong in (K, -1):
+            with pytest.raises(ValueError, match=told.replace(f"{K}:", f"{wrong}:")):
+                call(num_proposals=wrong)
