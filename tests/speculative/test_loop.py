@@ -207,15 +207,24 @@ def test_every_number_of_proposals_gives_the_text_of_plain_decoding(num_proposal
         assert_greedy(prompts, num_proposals, right)
 
 
-def test_one_prompt_alone():
-    """It gets what it gets in a batch."""
-    options, rights = options_of(), itertools.cycle([1, 0, 5, [0.8] * 5])
-    for prompts in BATCHES:
-        expected = plain(prompts, options)
-        for row, right in zip(range(4), rights, strict=False):
-            drafter, alone = knowing([expected.tokens[row]], right), prompts[row : row + 1]
-            got = drafted(drafter, 5, alone, controls_of(alone, options))
-            got.assert_same_text(expected.of_row(row))
+@pytest.mark.parametrize("num_proposals", range(1, 9))
+def test_one_prompt_alone(num_proposals):
+    """It gets, text and cache, what it gets in a batch. As long as the window, less or plus up to
+    the positions of a round, and three windows.
+    """
+    options, some = options_of(), [0.9, 0.5, 0.9, 0.5, 0.9, 0.9, 0.9, 0.9]
+    rights = itertools.cycle([num_proposals // 2, some, 0, num_proposals])
+    lengths = {*range(W - num_proposals - 1, W + num_proposals + 2), 3 * W}
+    prompts = [prompt for prompt in PROMPTS if len(prompt) in lengths]
+    assert len(prompts) == len(lengths)
+    for prompt, right in zip(prompts, rights, strict=False):
+        batch = next(batch for batch in BATCHES if prompt in batch)
+        row, expected = batch.index(prompt), plain(batch, options)
+        drafter, alone = knowing([expected.tokens[row]], right), (prompt,)
+        got = drafted(drafter, num_proposals, alone, controls_of(alone, options))
+        got.assert_same_text(expected.of_row(row))
+        kv = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], expected.kv)
+        assert_same_cache(got.kv, kv, CONFIG)
 
 
 @quick_for("dense_31b_like")
