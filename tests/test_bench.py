@@ -148,11 +148,18 @@ def test_speculative(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(speculative, "speculate", spying)
     result, lines = measured(capsys, tmp_path, "speculative", *argv)
     assert result["acceptance"] == "scripted"
-    assert lines[0] == "acceptance is scripted"
     (row,) = result["rows"]
     assert (row["config"], row["batch"], row["context"], row["proposals"]) == ("small", 2, 128, 2)
     first, second = row["per_position"]
     assert first == 1
+    assert row["drafted"] == 2 * row["rounds"]  # no row ends
+    assert row["accepted"] == pytest.approx((1 + second) * row["rounds"], rel=1e-3)
+    scripted, _, _, stood = lines
+    assert scripted == "acceptance is scripted"
+    assert stood == (
+        f"batch 2: {row['accepted']:,} of {row['drafted']:,} proposals accepted; "
+        f"by position: 1.000  {second:.3f}"
+    )
     assert 0.4 < second < 0.6  # of several hundred draws
     assert len(set(keys)) == len(keys)  # the same positions come again and again
     assert row["acceptance_length"] == pytest.approx(1 + first + second, abs=0.01)
