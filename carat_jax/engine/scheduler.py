@@ -25,7 +25,7 @@ from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.metrics import Metrics, tpot_s
 from carat_jax.engine.prefix import Past, Pasts
-from carat_jax.engine.reading import Reader, Reading
+from carat_jax.engine.reading import Reader, Reading, chunk_sizes
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.rows import Rows, free
 from carat_jax.generation import Generation, SpeculationTally, Stats
@@ -122,7 +122,7 @@ class Scheduler:
         self.reading: Reading | None = None
         self.ready: Reading | None = None
         self.rows = Rows(params, config, slots, speculation)
-        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+        self.chunks = chunk_sizes(prefill_chunk)
         self._reader = Reader(params, config, max_context, self.chunks, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
