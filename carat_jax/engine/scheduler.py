@@ -121,6 +121,7 @@ class Scheduler:
         self.snapshots: deque[tuple[list[int], Future]] = deque()
         self.reading: Reading | None = None
         self.ready: Reading | None = None
+        self._read_snapshot_last = False
         self.rows = Rows(params, config, slots, speculation)
         self.chunks = chunk_sizes(prefill_chunk)
         self._reader = Reader(params, config, max_context, self.chunks, speculation)
@@ -204,13 +205,17 @@ class Scheduler:
             future.set_exception(error)
 
     def _begin_reading(self) -> None:
-        """Takes up the next prompt, if there is one that may be read. A snapshot needs no slot."""
-        if self.snapshots:
+        """Takes up what is read next. A snapshot, which needs no slot, goes before the prompts; but
+        of two in a row the second goes behind one, if there is one that may be read."""
+        prompt_may = self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0]))
+        if self.snapshots and not (prompt_may and self._read_snapshot_last):
+            self._read_snapshot_last = True
             ids, future = self.snapshots.popleft()
             # The last token of a prompt is always left to be read: here it is none of theirs.
             with self._ending(future):
                 self._open(future, [*ids, 0], len(ids))
-        elif self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0])):
+        elif prompt_may:
+            self._read_snapshot_last = False
             request = self.waiting.popleft()
             served = Served(request, tally=SpeculationTally(1) if self.speculation else None)
             self._served.append(served)

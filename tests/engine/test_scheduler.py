@@ -186,6 +186,22 @@ def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
     assert read == 190
 
 
+def test_snapshots_and_prompts_take_turns():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    requests = [by_hand.submit(s, model, [i] * 9, max_new_tokens=200) for i in (1, 2, 3, 4)]
+    snapshots = [s.snapshot([i] * 9) for i in (11, 12, 13, 14, 15, 16)]
+    seen, order = [], ""
+    for _ in range(9):  # one chunk each, of which the third prompt's is read ahead of a slot
+        s.step()
+        read = [future for future in snapshots if future.done()]
+        read += [request for request in requests if request not in s.waiting]
+        order += "".join("ps"[new in snapshots] for new in read if new not in seen)
+        seen = read
+    assert order == "spspspsss"  # the fourth has to wait for a slot
+    s.abandon(Cancelled(None))
+
+
 def test_a_prompt_is_read_while_all_slots_are_taken():
     model = by_hand.small_gemma()
     s = by_hand.scheduler(model, 1)
