@@ -50,6 +50,11 @@ class Reading:
         return bool(sharding.fetch(jnp.isfinite(self.hidden).all()))
 
 
+def chunk_sizes(prefill_chunk: int) -> tuple[int, ...]:
+    """The sizes of a piece of a prompt, ascending up to the largest."""
+    return (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+
+
 class Reader:
     """Reads prompts, and has the drafter read them."""
 
@@ -61,7 +66,7 @@ class Reader:
         chunks: tuple[int, ...],
         speculation: Speculation | None,
     ) -> None:
-        """`chunks`: the sizes of a piece, ascending."""
+        """`chunks`: of `chunk_sizes`."""
         self._params = params
         self._mesh = sharding.mesh_of(params)
         self._config = config

@@ -25,7 +25,7 @@ from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.metrics import Metrics, tpot_s
 from carat_jax.engine.prefix import Past, Pasts
-from carat_jax.engine.reading import Reader, Reading
+from carat_jax.engine.reading import Reader, Reading, chunk_sizes
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.rows import Rows, free
 from carat_jax.generation import Generation, SpeculationTally, Stats
@@ -121,8 +121,9 @@ class Scheduler:
         self.snapshots: deque[tuple[list[int], Future]] = deque()
         self.reading: Reading | None = None
         self.ready: Reading | None = None
+        self._read_snapshot_last = False
         self.rows = Rows(params, config, slots, speculation)
-        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+        self.chunks = chunk_sizes(prefill_chunk)
         self._reader = Reader(params, config, max_context, self.chunks, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
@@ -204,13 +205,17 @@ class Scheduler:
             future.set_exception(error)
 
     def _begin_reading(self) -> None:
-        """Takes up the next prompt, if there is one that may be read. A snapshot needs no slot."""
-        if self.snapshots:
+        """Takes up what is read next. A snapshot, which needs no slot, goes before the prompts; but
+        of two in a row the second goes behind one, if there is one that may be read."""
+        prompt_may = self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0]))
+        if self.snapshots and not (prompt_may and self._read_snapshot_last):
+            self._read_snapshot_last = True
             ids, future = self.snapshots.popleft()
             # The last token of a prompt is always left to be read: here it is none of theirs.
             with self._ending(future):
                 self._open(future, [*ids, 0], len(ids))
-        elif self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0])):
+        elif prompt_may:
+            self._read_snapshot_last = False
             request = self.waiting.popleft()
             served = Served(request, tally=SpeculationTally(1) if self.speculation else None)
             self._served.append(served)
