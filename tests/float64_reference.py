@@ -16,12 +16,16 @@ FULL = "full_attention"
 
 
 def attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int = 0, window: int | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    first: int | np.ndarray = 0,
+    window: int | None = None,
 ) -> np.ndarray:
     """Causal attention of one sequence, scale 1.
 
     Args:
-      q: [T, N, H], query t at position first + t.
+      q: [T, N, H], query t at position first + t; first [T] = query t at position first[t].
       k: [S, K, H], key s at position s; query head n reads KV head n // (N / K).
       v: [S, K, any width].
       window: keys a query sees, itself included; None = all.
@@ -32,8 +36,9 @@ def attention(
     (T, N, _), (S, K, _) = q.shape, k.shape
     q = q.astype(np.float64).reshape(T, K, N // K, -1).transpose(1, 2, 0, 3)  # K, G, T, H
     k, v = (x.astype(np.float64).transpose(1, 0, 2)[:, None] for x in (k, v))  # K, 1, S, H
-    age = first + np.arange(T)[:, None] - np.arange(S)
-    seen = (age >= 0) & (age < (S + first + T if window is None else window))
+    position = first if np.ndim(first) else first + np.arange(T)
+    age = position[:, None] - np.arange(S)
+    seen = (age >= 0) & (age < (np.inf if window is None else window))
     p = softmax(np.where(seen, q @ k.swapaxes(-1, -2), -np.inf))
     return (p @ v).transpose(2, 0, 1, 3).reshape(T, N, -1)
 

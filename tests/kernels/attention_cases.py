@@ -107,20 +107,25 @@ class History:
         return [self.queries(), plain_k, jnp.asarray(v, self.dtype), self.lengths()], keywords
 
     def expected(
-        self, window: int | None = None, oldest: int | None = None
+        self,
+        window: int | None = None,
+        oldest: int | None = None,
+        at: Sequence[int] | slice = slice(None),
     ) -> tuple[np.ndarray, np.ndarray]:
         """float64 output [B, T, N, H], and the sum of p·|v| that bounds its rounding.
 
-        `oldest`: how many positions before `length` the op is given; None = all.
+        `oldest`: how many positions before `length` the op is given; None = all. `at`: which of
+        the T queries; the result has only these.
         """
         both = []
+        t = np.arange(self.T)[at]
         for b, length in enumerate(self.length):
             first = 0 if oldest is None else max(0, length - oldest)
-            q = np.concatenate([self.q[b], self.q_rotated[b]], axis=-1)
+            q = np.concatenate([self.q[b, t], self.q_rotated[b, t]], axis=-1)
             k = np.concatenate([self.k[b], self.k_rotated[b]], axis=-1)
             v = np.concatenate([self.v[b], np.abs(self.v[b])], axis=-1)
             k, v = (x[:, first : length + self.T].swapaxes(0, 1) for x in (k, v))
-            both.append(attention(q, k, v, length - first, window))
+            both.append(attention(q, k, v, length - first + t, window))
         out, scale = np.split(np.stack(both), 2, axis=-1)
         return out, scale
 

@@ -1,11 +1,16 @@
 """prefill_attention, every implementation, global and windowed, against float64."""
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
     DTYPES,
+    PUBLISHED_GLOBAL,
+    PUBLISHED_LOCAL,
     Fill,
     Heads,
     History,
@@ -15,6 +20,8 @@ from attention_cases import (
     garbage,
     history,
     jitted,
+    on_hopper,
+    require_gpu,
 )
 
 from pallas_kernels import prefill_attention
@@ -192,3 +199,69 @@ def test_rotated_queries_that_do_not_fit_are_refused_by_name():
     message = refused(k=None, q_rotated=(2, 1, 3, 4), k_rotated=(2, 3, 64, 4))
     assert "q_rotated (2, 1, 3, 4)" in message
     assert "q (2, 8, 6, 8)" in message
+
+
+# --- On a GPU: the published heads, which its kernel is for ---------------------------------------
+
+PAST = 2048
+# Positions of the chunk; those before it in each of two sequences. The first fills a global cache
+# beside the first chunk of a prompt; the others begin inside tiles, some with less behind them
+# than a window.
+CHUNKS = {
+    "after 2048 and 0": (1024, (PAST, 0)),
+    "after 1999 and 77": (1024, (1999, 77)),
+    "one block": (64, (3, 1999)),
+}
+
+published_heads = pytest.mark.parametrize(
+    "heads",
+    PUBLISHED_LOCAL + PUBLISHED_GLOBAL,
+    ids=lambda heads: f"{heads}-{'local' if heads.W else 'global'}",
+)
+
+
+def chunk(heads: Heads, dtype: str, length: Sequence[int], T: int) -> History:
+    """As `history`, but for the widths of q that RoPE turns, which are 0 in the compact form."""
+    h = history(heads, dtype, length, T)
+    h.q[..., np.arange(heads.H) % (heads.H // 2) < heads.P // 2] = 0
+    return h
+
+
+def sample(T: int) -> list[int]:
+    """Queries of every block of 64, each elsewhere in its own, and both ends of the first."""
+    return sorted({t for t in (0, 1, 62, 63, 64, T - 1, *range(37, T, 61)) if t < T})
+
+
+@functools.lru_cache(maxsize=1)  # both implementations in turn
+def published(heads: Heads, name: str) -> tuple[tuple[list, dict], tuple[np.ndarray, np.ndarray]]:
+    """The arguments, on the GPU, and what must come out for the queries of `sample`."""
+    require_gpu()
+    T, length = CHUNKS[name]
+    h = chunk(heads, "bfloat16", length, T)
+    arguments = whole(h, PAST + T) if heads.W is None else spans(h, heads.W, heads.W)
+    return arguments, h.expected(heads.W, heads.W, sample(T))
+
+
+@pytest.mark.gpu
+@every_implementation
+@pytest.mark.parametrize("name", CHUNKS)
+@published_heads
+def test_the_published_heads(implementation, name, heads):
+    arguments, expected = published(heads, name)
+    out = call(op, implementation, arguments, must_run=on_hopper())
+    assert np.isfinite(out).all()
+    assert_accurate(out[:, sample(out.shape[1])], expected, "bfloat16")
+
+
+@pytest.mark.gpu
+@published_heads
+def test_a_row_of_the_kernel_has_the_same_bits_in_every_call(heads):
+    """Beside another, the same two again, and alone."""
+    run = functools.partial(call, op, "mosaic", must_run=on_hopper())
+    (arrays, keywords), _ = published(heads, "after 1999 and 77")
+    both = run((arrays, keywords))
+    np.testing.assert_array_equal(run((arrays, keywords)), both)
+    for b in range(len(both)):
+        alone = [None if x is None else x[b : b + 1] for x in arrays]
+        rotated = {name: x if name == "window" else x[b : b + 1] for name, x in keywords.items()}
+        np.testing.assert_array_equal(run((alone, rotated)), both[b : b + 1])

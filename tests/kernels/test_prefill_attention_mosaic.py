@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Heads, History, assert_accurate, history
+from attention_cases import Heads, History, assert_accurate
 from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from test_prefill_attention import spans, whole
+from test_prefill_attention import CHUNKS, PAST, chunk, published_heads, spans, whole
 
 from pallas_kernels import Unsupported, prefill_attention
 from pallas_kernels.prefill_attention import mosaic
@@ -21,10 +21,7 @@ NARROW_COMPACT = Heads("2x256-compact", 1, 2, 256, P=128)
 
 def check(heads: Heads, length: list[int], T: int, **shape: int) -> None:
     """Simulates the kernel. shape: S of a global cache, or past and window."""
-    h = history(heads, "bfloat16", length, T)
-    if heads.P:
-        turned = np.arange(heads.H) % (heads.H // 2) < heads.P // 2
-        h.q[..., turned] = 0
+    h = chunk(heads, "bfloat16", length, T)
     arguments, keywords = whole(h, **shape) if "S" in shape else spans(h, **shape)
     simulated = plgpu.InterpretGPUParams(detect_races=True)
     out = mosaic.prefill_attention(*arguments, **keywords, interpret=simulated)
@@ -72,16 +69,18 @@ def test_a_chunk_through_a_window(heads, length, T, past, window):
     check(heads, length, T, past=past, window=window)
 
 
-def shapes(N: int, K: int, H: int, T: int, S: int, P: int = 0, dtype=jnp.bfloat16) -> dict:
-    """Arguments of one sequence as shapes only."""
+def shapes(
+    N: int, K: int, H: int, T: int, S: int, P: int = 0, B: int = 1, dtype=jnp.bfloat16
+) -> dict:
+    """Arguments as shapes only."""
     array = jax.ShapeDtypeStruct
-    given = {"q": array((1, T, N, H), dtype), "v": array((1, K, S, H), dtype)}
-    given["length"] = array((1,), jnp.int32)
+    given = {"q": array((B, T, N, H), dtype), "v": array((B, K, S, H), dtype)}
+    given["length"] = array((B,), jnp.int32)
     if P:
-        given["q_rotated"] = array((1, T, N, P), dtype)
-        given["k_rotated"] = array((1, K, S, P), dtype)
+        given["q_rotated"] = array((B, T, N, P), dtype)
+        given["k_rotated"] = array((B, K, S, P), dtype)
     else:
-        given["k"] = array((1, K, S, H), dtype)
+        given["k"] = array((B, K, S, H), dtype)
     return given
 
 
@@ -123,6 +122,15 @@ def test_local_layers_lower(N, K, W, T):
 )
 def test_global_layers_lower(N, K, P, T):
     assert_lowers(**shapes(N, K, 512, T, 8192, P))
+
+
+@pytest.mark.slow  # the kernels above, for other numbers of positions
+@pytest.mark.parametrize("T", sorted({T for T, _ in CHUNKS.values()}))
+@published_heads
+def test_what_runs_on_a_gpu_lowers(heads, T):
+    past, N = heads.W or PAST, heads.K * heads.G
+    given = shapes(N, heads.K, heads.H, T, past + T, heads.P, B=2)
+    assert_lowers(window=heads.W, **given)
 
 
 def assert_lowers(**given) -> None:
