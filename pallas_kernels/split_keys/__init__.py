@@ -7,6 +7,9 @@ scores = K·Qᵀ and outᵀ = Vᵀ·P, so that few query rows still fill them, a
 cache serves both products. Then the blocks meet at a counter, and a warpgroup for each query row
 merges its splits in the order of the keys, in float32.
 
+A product takes up to 40 query rows of a KV head. More (global layers of 31B from 6 positions on,
+of 12B from 3) are cut into blocks of rows, each of which reads the keys and values again.
+
 Row independence: where a split begins depends on positions alone, every row has its own running
 maximum and sum, and masked keys leave a row untouched to the bit. So a row's output is the same for
 every T and every batch. The splits of a growing cache have `tiles_per_split` tiles, which changes

@@ -136,11 +136,10 @@ def lowered(heads: Heads, arguments: dict) -> str:
     return lower_for_h200(call, **arguments)
 
 
-# (B, T): a decode step, a verify step, and many rows of query blocks. More where the kernel has
-# tiles of 8, 16 and 32 query rows for T = 1, 4 and 16, and for the size that is tuned most: 40
-# for T = 5, the most that a tile takes. For T = 5 some have 10 or 20, no multiple of 8.
-SOME = [(1, 1), (8, 16)]
-MORE = {"31b": [(1, 1), (8, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 1), (1, 4), (1, 5), (8, 16)]}
+# (B, T): a decode step, verify steps, many rows of query blocks: tiles of 8, 16, 32 and 40 query
+# rows, the most that a tile takes. For T = 5 some have 10 or 20, no multiple of 8.
+SOME = [(1, 1), (1, 4), (1, 5), (8, 16)]
+MORE = {"31b": [*SOME, (8, 1)]}
 # Heads of 26B-A4B are those of 31B, only fewer.
 QUICK = {"31b": [(1, 1), (1, 4), (1, 5), (8, 16)], "e4b": [(1, 5)], "26b-a4b": []}
 
@@ -166,18 +165,36 @@ def test_the_published_shapes_lower(heads, B, T):
         assert "stablehlo.pad" not in text  # a kernel of its own
 
 
-def test_a_decode_step_of_31b_reads_its_caches_where_they_lie():
+# G of rings and global layers: 31B and 26B-A4B 2 and 8, 12B 2 and 16, E4B 4, E2B 8.
+@pytest.mark.parametrize(
+    ("G", "passes"),
+    [
+        (2, {1: 1, 4: 1, 5: 1, 8: 1, 16: 1}),
+        (4, {1: 1, 4: 1, 5: 1, 8: 1, 16: 2}),
+        (8, {1: 1, 4: 1, 5: 1, 8: 2, 16: 4}),
+        (16, {1: 1, 4: 2, 5: 2, 8: 4, 16: 7}),
+    ],
+)
+def test_how_often_a_cache_is_read(G, passes):
+    """Once for every 40 query rows of a KV head."""
+    for T, count in passes.items():
+        shape = Shape(1, T, 1, G, 512, 128, 8192, None, 132, interpreted=False)
+        assert shape.row_blocks == count
+
+
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (2, 5)])
+def test_a_step_of_31b_reads_its_caches_where_they_lie(B, T):
     """Each is written by one kernel and read by another, and nothing else touches it.
 
     Of two of its periods of five rings and a global cache: more are the same again.
     """
     whole = GemmaConfig.preset("31b")
     config = replace(whole, num_hidden_layers=12, layer_types=whole.layer_types[:12])
-    state = abstract_state(config, 1, 8192)
+    state = abstract_state(config, B, 8192)
     text = lower_for_h200(
         lambda params, tokens, state: forward(params, config, tokens, state),
         abstract_params(config),
-        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
         state,
     )
     kernels = set(re.findall(r"func private @(\w+)\((?:(?!func).)*?@mosaic_gpu", text, re.DOTALL))
