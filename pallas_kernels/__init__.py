@@ -5,12 +5,13 @@ products: norms, residual sums, activation, per-layer inputs, the choice of expe
 
 One folder an op. Its `__init__` holds the public function and its implementations, of which the
 last takes everything, and has a gradient: `xla.py`, the reference, the CPU path and a contender on
-GPU; or `apart.py`, that of an op made of two. `split_keys` is the kernel of two ops.
+GPU; or `apart.py`, that of an op made of two.
 
 Beside them, what ops share: `dispatch` picks an implementation; `partial_sums` are products left
 in pieces; `grouping`, `rotation` and `cache_slots` are query rows by KV head, RoPE and writes to
-a cache in plain JAX; `row_copies`, `read_once` and `thread_stores` move rows, tiles and numbers
-within kernels.
+a cache in plain JAX. Of kernels: `split_keys` is that of two ops, decode attention; of
+`streamed_product` and `row_norm` several are made; `row_copies`, `read_once` and `thread_stores`
+move rows, tiles and numbers within them.
 
 Axis letters: B sequence, T new position, N query head, K KV head, G = N / K, H head width, S slot
 of a global cache, R slot of a ring, W window, P rotated widths of a head.

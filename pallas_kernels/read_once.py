@@ -12,9 +12,17 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
+# Of a kernel that calls `copy_once`: in these a copy is an instruction as soon as it is asked for.
+SEMANTICS = plgpu.LoweringSemantics.Lane
+
 
 def copy_once(source: Any, place: Any, barrier: Any, *, interpreted: bool) -> None:
-    """`plgpu.copy_gmem_to_smem`, and L2 does not keep the bytes longer than it must."""
+    """`plgpu.copy_gmem_to_smem`, and L2 does not keep the bytes longer than it must.
+
+    Args:
+      source, place, barrier: as there.
+      interpreted: on a CPU, where there is no such policy.
+    """
     plgpu.copy_gmem_to_smem(source, place, barrier)
     if not interpreted:
         _evict_first()

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
+from fixture_models import record
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 from progress import only_progress
 
-from carat_jax import cli, compilation_cache, memory
+from carat_jax import cli, compilation_cache, feed_forward, memory
 from carat_jax.bench import calls, decode, random_model, report, speculative
 from carat_jax.config import PRESETS
-from carat_jax.params import param_bytes
+from carat_jax.params import init_params, param_bytes
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
 CONFIG = small_model.CONFIG
@@ -147,11 +148,18 @@ def test_speculative(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(speculative, "speculate", spying)
     result, lines = measured(capsys, tmp_path, "speculative", *argv)
     assert result["acceptance"] == "scripted"
-    assert lines[0] == "acceptance is scripted"
     (row,) = result["rows"]
     assert (row["config"], row["batch"], row["context"], row["proposals"]) == ("small", 2, 128, 2)
     first, second = row["per_position"]
     assert first == 1
+    assert row["drafted"] == 2 * row["rounds"]  # no row ends
+    assert row["accepted"] == pytest.approx((1 + second) * row["rounds"], rel=1e-3)
+    scripted, _, _, stood = lines
+    assert scripted == "acceptance is scripted"
+    assert stood == (
+        f"batch 2: {row['accepted']:,} of {row['drafted']:,} proposals accepted; "
+        f"by position: 1.000  {second:.3f}"
+    )
     assert 0.4 < second < 0.6  # of several hundred draws
     assert len(set(keys)) == len(keys)  # the same positions come again and again
     assert row["acceptance_length"] == pytest.approx(1 + first + second, abs=0.01)
@@ -218,12 +226,39 @@ def test_an_unknown_device_has_no_floor(monkeypatch):
     assert report.read_bandwidth() == 5.0
 
 
-def test_a_mixture_is_compared_in_float32(monkeypatch):
-    """Its decode and prefill agree there; in bfloat16 near ties of the router would decide."""
-    mixture = dataclasses.replace(
-        CONFIG, num_experts=8, top_k_experts=2, moe_intermediate_size=32, dtype="bfloat16"
-    )
+MIXTURE = dataclasses.replace(
+    CONFIG, num_experts=8, top_k_experts=2, moe_intermediate_size=32, dtype="bfloat16"
+)
+
+
+@pytest.mark.parametrize("mixed_up", [False, True])
+def test_a_mixture_is_compared_in_its_own_dtype(monkeypatch, mixed_up):
+    """And is void where decoding gives an expert the share of another."""
+    vocab_size = CONFIG.vocab_size + mixed_up  # so that neither takes what the other compiled
+    mixture = dataclasses.replace(MIXTURE, vocab_size=vocab_size)
     monkeypatch.setitem(PRESETS, "mixture", mixture)
-    short = decode._short("mixture", "bfloat16")
-    assert short.dtype == "float32"
-    assert 0 < decode._decode_error(short) < 1e-5
+    choose, multiply, seen = feed_forward.choose_experts, feed_forward.expert_matmul, set()
+
+    def chosen(logits, scale, *, k):
+        index, share = choose(logits, scale, k=k)
+        return index, share[:, ::-1] if mixed_up and len(logits) == 1 else share
+
+    def multiplied(x, w, index, *, absent):
+        seen.add((x.dtype.name, w.dtype.name, len(w), len(index)))
+        return multiply(x, w, index, absent=absent)
+
+    monkeypatch.setattr(feed_forward, "choose_experts", chosen)
+    monkeypatch.setattr(feed_forward, "expert_matmul", multiplied)
+    error = decode._decode_error(decode._short("mixture", "bfloat16"))
+    assert seen == {("bfloat16", "bfloat16", 8, 2 * rows) for rows in (1, decode.PROMPT)}
+    assert (error > decode.LARGEST_ERROR) == mixed_up, error
+
+
+def test_all_tokens_of_a_compared_mixture_visit_the_first_experts():
+    """With shares of a half times 1, 2, ...: exactly, so that no rounding decides anything."""
+    params = decode._routed_alike(init_params(MIXTURE, jax.random.key(0)), MIXTURE)
+    *_, kept = record(params, MIXTURE, random_model.random_ids(MIXTURE, 1, 20))
+    for layer in ("layers_0", "layers_1"):
+        ((index, share),) = kept[layer]["experts"]["router"]
+        np.testing.assert_array_equal(index, [[0, 1]] * 20)
+        np.testing.assert_array_equal(share, [[0.5, 1]] * 20)

@@ -49,7 +49,7 @@ def check(row: dict, read: int) -> None:
 
 
 def test_ring(capsys, tmp_path):
-    result, lines = measured(capsys, tmp_path, "--claim", "ring", "--context", "150")
+    result, lines = measured(capsys, tmp_path, "--claim", "ring", "--context", "150", "--no-png")
     assert [(row["variant"], row["tokens"]) for row in result["rows"]] == [
         (variant, tokens) for tokens in (1, 4) for variant in ("ring", "pages of 64", "pages of 16")
     ]
@@ -61,7 +61,7 @@ def test_ring(capsys, tmp_path):
 
 
 def test_padding(capsys, tmp_path):
-    argv = ["--claim", "padding", "--keys", "60", "70", "8"]
+    argv = ["--claim", "padding", "--keys", "60", "70", "8", "--no-png"]
     result, lines = measured(capsys, tmp_path, *argv)
     assert [(row["variant"], row["keys"]) for row in result["rows"]] == [
         (variant, keys) for keys in (60, 63, 64, 65, 68) for variant in ("exact", "padded to 64")
@@ -74,7 +74,7 @@ def test_padding(capsys, tmp_path):
 
 
 def test_grouping(capsys, tmp_path):
-    result, _ = measured(capsys, tmp_path, "--claim", "grouping", "--context", "50")
+    result, _ = measured(capsys, tmp_path, "--claim", "grouping", "--context", "50", "--no-png")
     assert [(row["variant"], row["tokens"]) for row in result["rows"]] == [
         (variant, tokens) for tokens in (1, 4) for variant in ("grouped", "per query head")
     ]
@@ -92,7 +92,7 @@ def test_a_wrong_variant_is_void(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr(ablation, "_paged", shuffled)
     monkeypatch.setattr(ablation, "TOKENS", (4,))
-    argv = ["--claim", "ring", "--context", "150", "--png", str(tmp_path)]
+    argv = ["--claim", "ring", "--context", "150", "--no-png"]
     result, _ = measured(capsys, tmp_path, *argv)
     assert [row["void"] for row in result["rows"]] == [
         False,
@@ -154,7 +154,8 @@ def test_a_plot_for_each_claim(tmp_path, floor):
     rows = rows_of_each_claim(floor_us=floor)
     rows[0]["void"] = True
     written = ablation_plots.draw(rows, "31b", folder)
-    assert written == [str(folder / f"{claim}.png") for claim in ("ring", "grouping", "padding")]
+    claims = ("ring", "grouping", "padding")
+    assert written == [str(folder / f"ablation_31b_{claim}.png") for claim in claims]
     for file in folder.iterdir():
         assert file.read_bytes().startswith(b"\x89PNG")
         assert file.stat().st_size > 10_000
@@ -165,14 +166,17 @@ def test_void_rows_are_not_drawn(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_png(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_png(capsys, tmp_path, monkeypatch, elsewhere):
+    """Beside the JSON, or where --png says."""
     monkeypatch.setattr(ablation, "TOKENS", (1,))
-    folder = tmp_path / "plots"
-    argv = ["--claim", "grouping", "--context", "20", "--png", str(folder)]
-    result, lines = measured(capsys, tmp_path, *argv)
-    assert result["plots"] == [str(folder / "grouping.png")]
-    assert lines[-1] == f"wrote {folder / 'grouping.png'}"
-    assert (folder / "grouping.png").exists()
+    folder = tmp_path / "plots" if elsewhere else tmp_path
+    argv = ["--claim", "grouping", "--context", "20"]
+    result, lines = measured(capsys, tmp_path, *argv, *(["--png", str(folder)] * elsewhere))
+    file = folder / "ablation_small_grouping.png"
+    assert result["plots"] == [str(file)]
+    assert lines[-1] == f"wrote {file}"
+    assert list(tmp_path.rglob("*.png")) == [file]
 
 
 # --- What is refused -----------------------------------------------------------------------------
@@ -196,15 +200,27 @@ def test_nothing_is_made_for_numbers_that_do_not_fit(capsys, monkeypatch, argv, 
     assert told in capsys.readouterr().err
 
 
-def test_without_matplotlib(capsys, tmp_path, monkeypatch):
+def test_nothing_is_drawn_without_a_file_for_the_result(monkeypatch):
+    """Nor is matplotlib needed then."""
+    monkeypatch.setattr(ablation_plots, "prepare", None)
+    monkeypatch.setitem(ablation.CLAIMS, "ring", lambda config, counts: [])
+    assert (
+        cli.main(["bench", "ablation", "--config", "small", "--claim", "ring", "--context", "50"])
+        == 0
+    )
+
+
+@pytest.mark.parametrize("option", ["--png", "--json"])
+def test_without_matplotlib(capsys, tmp_path, monkeypatch, option):
     monkeypatch.delattr(cases.Case, "buffer")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     argv = ["bench", "ablation", "--config", "small", "--claim", "padding"]
-    argv += ["--keys", "60", "70", "5", "--png", str(tmp_path / "plots")]
+    argv += ["--keys", "60", "70", "5", option, str(tmp_path / "plots" / "to")]
     assert cli.main(argv) == 1
     told = capsys.readouterr().err
-    assert "--png needs matplotlib, which is not installed: pip install matplotlib" in told
+    assert "plots need matplotlib, which is not installed: pip install matplotlib, or" in told
+    assert "--no-png" in told
     assert told.count("\n") == 1
     assert not (tmp_path / "plots").exists()
 
@@ -213,5 +229,5 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "ablation", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    for word in ("ring, padding, grouping", "5900 6100 5", "--png DIR", "matplotlib"):
+    for word in ("ring, padding, grouping", "5900 6100 5", "--png DIR", "--no-png", "matplotlib"):
         assert word in told

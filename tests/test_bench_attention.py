@@ -1,5 +1,6 @@
 """`carat bench attention` on a small shape, and what it is made of: inputs, yardstick, timing."""
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -45,8 +46,8 @@ def measured(capsys, tmp_path, *argv: str) -> tuple[dict, list[str]]:
 
 
 def test_ring_and_global(capsys, tmp_path):
-    argv = "--config small plain --context 7 70 --tokens 3 --batch 2 --implementation xla"
-    result, lines = measured(capsys, tmp_path, *argv.split())
+    argv = "--config small plain --op ring global --context 7 70 --tokens 3 --batch 2"
+    result, lines = measured(capsys, tmp_path, *argv.split(), "--implementation", "xla")
     rows, bfloat16 = result["rows"], 2
     shapes = [(r["config"], r["op"], r["cache"], r["context"]) for r in rows]
     assert shapes == [
@@ -187,6 +188,19 @@ def test_help_names_ops_sizes_and_implementations(capsys):
     told = capsys.readouterr().out
     for word in ("ring, global, prefill", "26b-a4b", "xla", "sglang", "1024 6005 32768 131072"):
         assert word in " ".join(told.split())
+
+
+def test_without_arguments_every_op_is_measured_for_decode_and_verify():
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    found = attention._cases(parser.parse_args([]))
+    shapes = {(case.op, case.spec.window, case.tokens, case.context) for _, case in found}
+    contexts = (1024, 6005, 32_768, 131_072)
+    assert shapes == {
+        *(("ring", 1024, T, n) for T in (1, 4, 8) for n in contexts),
+        *(("global", None, T, n) for T in (1, 4, 8) for n in contexts),
+        *(("prefill", window, min(n, 2048), n) for window in (1024, None) for n in contexts),
+    }
 
 
 # --- Parts ---------------------------------------------------------------------------------------

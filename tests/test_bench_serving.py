@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ import small_model
 from progress import only_progress
 
 import carat_jax as carat
-from carat_jax import cli, compilation_cache, memory
+from carat_jax import cli, compilation_cache, generate, memory
 from carat_jax.bench import random_model, serving_summary, workload
 from carat_jax.bench.replay import replay
 from carat_jax.bench.serving_summary import Record
@@ -21,6 +23,8 @@ from carat_jax.bench.static_batches import StaticBatches
 from carat_jax.bench.workload import Conversation, Distribution, Turn
 from carat_jax.config import PRESETS
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 # --- Workloads -----------------------------------------------------------------------------------
 
@@ -169,6 +173,16 @@ def test_prompts_become_ids():
     assert workload.lengths(conversations, ids) == [
         (first, 2), (first + 2 + second, 3), (2, 4), (2 + 4 + 500, 5), (500, 6),
     ]  # fmt: skip
+
+
+def test_the_stored_workload_is_what_was_measured():
+    stored = json.loads((BENCHMARKS / "h200" / "serving_31b_6k.json").read_text())
+    path = BENCHMARKS.parent / stored["workload"]["file"]
+    turns = [turn for conversation in workload.read(path) for turn in conversation.turns]
+    (row,) = stored["rows"]
+    assert row["completed"] == len(turns)
+    assert row["total_input_tokens"] == sum(turn.prompt for turn in turns)
+    assert row["total_output_tokens"] == sum(turn.output_tokens for turn in turns)
 
 
 @pytest.mark.parametrize(("prompt", "told"), [("text", "no tokenizer"), ((1, 96), "id 96: .* 95")])
@@ -339,10 +353,44 @@ def test_the_bundled_model(capsys, tmp_path):
     assert f"{row['p99_itl_ms']}" in next(line for line in printed if line.startswith("P99 ITL"))
 
 
-@pytest.mark.slow
-def test_drafters_baselines_and_a_floor(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def small(monkeypatch):
+    """`--config small`."""
     monkeypatch.setitem(PRESETS, "small", small_model.CONFIG)
     monkeypatch.setattr(random_model, "init_params", lambda *_: small_model.params())
+
+
+def test_slots_static_batches_and_a_chunk(capsys, tmp_path, monkeypatch, small):
+    """Reading a chunk is made to take longer, the further back its sequence begins."""
+    chunks, inner = [], generate.prefill_chunk
+
+    def slow(params, config, tokens, state, new, last):
+        # The engine's are read in its thread, those of batches are of 64 tokens.
+        if tokens.shape == (1, 32) and threading.current_thread() is threading.main_thread():
+            chunks.append((int(state.length[0]), int(new[0])))
+            time.sleep(0.001 * chunks[-1][0])
+        return inner(params, config, tokens, state, new, last)
+
+    monkeypatch.setattr(generate, "prefill_chunk", slow)
+    argv = ["--config", "small", "--dtype", "float32", "--requests", "3", "--prompt", "fixed:100"]
+    argv += ["--output", "fixed:9", "--slots", "2", "--baselines", "--prefill-chunk", "32"]
+    result, lines = measured(capsys, tmp_path, *argv, "--max-context", "128")
+    rows = {row["run"]: row for row in result["rows"]}
+    assert list(rows) == ["2 slots", "sequential", "static 2"]
+    for row in rows.values():
+        assert (row["completed"], row["failed"], row["total_output_tokens"]) == (3, 0, 27)
+    assert [row["slots"] for row in rows.values()] == [2, 1, 2]
+    assert rows["2 slots"]["mean_itl_ms"] > 0 and rows["static 2"]["mean_itl_ms"] is None
+    assert set(chunks) == {(68, 32)}  # the last 32 of 100
+    chunk = rows["2 slots"]["chunk_ms"]
+    assert 68 <= chunk < 200
+    assert rows["sequential"]["chunk_ms"] is rows["static 2"]["chunk_ms"] is None
+    line = next(i for i, line in enumerate(lines) if line.startswith("Max ITL")) + 1
+    assert lines[line].split() == f"Longest chunk of a prompt (ms) {chunk} – –".split()
+
+
+@pytest.mark.slow
+def test_drafters_baselines_and_a_floor(capsys, tmp_path, monkeypatch, small):
     monkeypatch.setitem(memory.READ_BANDWIDTH, jax.devices()[0].device_kind, 1e6)
     drafter = AssistantConfig.for_target(small_model.CONFIG, hidden_size=16, intermediate_size=32)
     monkeypatch.setattr(AssistantConfig, "preset", lambda name: drafter)

@@ -17,7 +17,8 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import carat_jax as carat
-from carat_jax import cli, compilation_cache
+from carat_jax import cli, compilation_cache, memory
+from carat_jax.config import PRESETS
 from carat_jax.training import acceptance, drafter, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,6 +252,57 @@ def test_the_table_of_attention_was_measured():
             assert abs(us - float(cell)) <= half_a_digit(cell.strip()), (op, context, tokens)
 
 
+def reached() -> Iterator[tuple[str, str, float, float | None]]:
+    """(file, row of the table, what was measured in its unit, floor if there is one)."""
+    attention = "attention_31b.json"
+    rows = {(r["op"], r["context"], r["tokens"]): r for r in results(attention)}
+    for op, context, where in (
+        ("ring", 6005, "ring"),
+        ("global", 6005, "6,005 keys"),
+        ("global", 32_768, "32,768 keys"),
+        ("global", 131_072, "131,072 keys"),
+    ):
+        for tokens in (1, 4) if context == 6005 else (4,):
+            row = rows[op, context, tokens]
+            yield attention, f"attention, {where}, T = {tokens}", row["us"], row["floor_us"]
+    (step,) = results("speculative_31b.json")
+    assert (step["batch"], step["context"], step["proposals"]) == (1, 6005, 4)
+    read = memory.step_bytes(PRESETS["31b"], 1, 6005)
+    floor = 1e3 * read.floor_s(memory.READ_BANDWIDTH["NVIDIA H200"])
+    yield "speculative_31b.json", "a step of 31B behind 6,005 tokens", step["step_ms"], floor
+    more = 100 * (step["verify_ms"] / step["step_ms"] - 1)
+    yield "speculative_31b.json", "a verify pass over a step of 31B", more, None
+    prefill, *_ = results("prefill_31b_cold.json")
+    assert prefill["prompt"] == 8192
+    yield "prefill_31b_cold.json", "a prompt of 8,192 tokens, 31B", prefill["ttft_s"], None
+    for size in ("12b", "26b-a4b", "e4b", "e2b"):
+        (row,) = results(f"decode_{size}.json")
+        assert (row["batch"], row["context"]) == (1, 2048)
+        label = f"a step of {size.upper()} behind 2,048 tokens"
+        yield f"decode_{size}.json", label, row["ms"], row["floor_ms"]
+
+
+def test_the_table_of_what_was_reached_was_measured():
+    """And a row says "reached" where that is no more than the aim, and there alone."""
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    table = page.partition("\n| | floor | aim | measured | commit |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\|" + r" ([^|]+) \|" * 6, table, re.M)
+    stated = {label: cells for label, *cells in rows}
+    for file, label, *values in reached():
+        floor, aim, measured, commit, why = stated.pop(label)
+        stored = json.loads((ROOT / "benchmarks" / "h200" / file).read_text())
+        assert commit == stored["environment"]["commit"], label
+        assert (floor == "–") == (values[1] is None), label
+        for value, cell in zip(values, (measured, floor), strict=True):
+            if value is None:
+                continue
+            number, unit = cell.lstrip("+ ").split()
+            assert abs(value - float(number)) <= half_a_digit(number), (label, value)
+            assert unit == aim.split()[-1], label
+        assert why.startswith("reached") == (values[0] <= float(aim.lstrip("+ ").split()[0])), label
+    assert [cells[2:4] for cells in stated.values()] == [["–", "–"]] * 2  # prefill attention
+
+
 KERNELS_OF_A_STEP = {  # rows of the table: the kernel's name in profiles
     "products with weights (floor 13.1)": "multiply_tiles",
     "products that take the norm before them": "norm_and_multiply",
@@ -287,6 +339,31 @@ def test_the_table_of_what_is_read_once_was_measured():
     for run, cells in zip(stored["runs"], stated, strict=False):
         for field, cell in zip(("step_ms", "round_ms"), cells, strict=True):
             assert abs(run[field] - float(cell)) <= half_a_digit(cell), run["variant"]
+
+
+OPS = [
+    path
+    for path in sorted((ROOT / "pallas_kernels").glob("*/__init__.py"))
+    if "\nIMPLEMENTATIONS" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", OPS, ids=lambda path: path.parent.name)
+def test_the_order_of_an_ops_implementations_names_what_is_stored(path):
+    """Each file with its commits, parts of it in quotes, and the command."""
+    lines = re.search(r"\n((?:#.*\n)+)IMPLEMENTATIONS", path.read_text())[1]
+    comment = " ".join(line.lstrip("# ") for line in lines.splitlines())
+    files = re.findall(r"([\w-]+\.json) \(([\w, ]+)\)", comment)
+    assert len(files) == comment.count(".json") >= 1, comment
+    stored = {name: (ROOT / "benchmarks" / "h200" / name).read_text() for name, _ in files}
+    for name, commits in files:
+        assert all(commit in stored[name] for commit in commits.split(", ")), name
+    for part in re.findall(r'"(\w+)"', comment):
+        assert part in ("mosaic", "xla") or f'"{part}": ' in "".join(stored.values()), part
+    commands = re.findall(r"`(carat [^`]*)`", comment)
+    assert commands or "by a script that is not kept" in comment
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command)[1:])
 
 
 ABLATION = {  # rows of the table: variant, and which key counts

@@ -4,6 +4,11 @@ import dataclasses
 import functools
 import itertools
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -184,23 +189,24 @@ def target() -> tuple[carat.Gemma, tokenizers.Tokenizer]:
     return carat.Gemma(CONFIG, params, Tokenizer(backend), chat_format, options, 256), backend
 
 
+def make_task(folder: Path) -> Distillation:
+    return command.make_task(*target(), TEXT, OPTIONS, OWN, SHAPE, folder)
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Distillation:
-    return command.make_task(*target(), TEXT, OPTIONS, OWN, SHAPE, tmp_path_factory.mktemp("texts"))
+    return make_task(tmp_path_factory.mktemp("texts"))
 
 
-class Killed(Exception):
+def silent(gone: float, point: loop.Point) -> None:
     pass
 
 
-def train(task: Distillation, folder: Path, until: float = 2.0) -> loop.Trained:
-    """Eight calls of equal time; with `until` below 1 the run is killed on the way."""
+def train(
+    task: Distillation, folder: Path, report: Callable[[float, loop.Point], None] = silent
+) -> loop.Trained:
+    """Eight calls of equal time, ten steps each, which all report; checkpoints after three."""
     params = initial_params(Assistant.abstract(SHAPE).params, SHAPE.text.num_hidden_layers, 0)
-
-    def report(gone: float, point: loop.Point) -> None:
-        if gone >= until:
-            raise Killed
-
     with Checkpoints(folder, {"batch": OPTIONS.batch}, every=3 / 8) as checkpoints:
         return loop.train(
             params,
@@ -227,10 +233,35 @@ def test_training_lowers_the_loss(whole):
     assert agreement[1] > agreement[0] + 0.1
 
 
-def test_a_killed_run_comes_to_the_same_end(task, whole, tmp_path):
-    with pytest.raises(Killed):
-        train(task, tmp_path, until=0.7)  # in the sixth call; the third was the last one kept
+def test_a_run_that_breaks_off_comes_to_the_same_end(task, whole, tmp_path):
+    class Broken(Exception):
+        pass
+
+    def report(gone: float, point: loop.Point) -> None:
+        if point.step == 60:  # that of 30 was the last one kept
+            raise Broken
+
+    with pytest.raises(Broken):
+        train(task, tmp_path, report)
     resumed = train(task, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
+    assert resumed.curve == whole.curve
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "kept"), [(60, {30}), (70, {30, 60})])
+def test_a_killed_process_loses_its_last_interval_at_most(task, whole, tmp_path, at, kept):
+    """Killed before a checkpoint is begun, and while it may be half written."""
+    argv = [sys.executable, __file__, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as run:
+        for line in run.stdout:
+            if line == f"step {at}\n":
+                run.kill()
+                break
+    assert run.returncode == -signal.SIGKILL
+    steps = []
+    resumed = train(task, tmp_path, lambda gone, point: steps.append(point.step))
+    assert steps[0] - 10 in kept
     jax.tree.map(np.testing.assert_array_equal, resumed.params, whole.params)
     assert resumed.curve == whole.curve
 
@@ -372,3 +403,13 @@ def test_the_bundled_drafter_is_small_and_logged():
 def test_a_wrong_name_is_told_what_there_is(gemma):
     with pytest.raises(FileNotFoundError, match=r"no drafter 'tinny'.*'ngram'.*'tiny'.*folder"):
         carat.load_drafter("tinny", gemma)
+
+
+if __name__ == "__main__":  # the process that is killed
+
+    def say(gone: float, point: loop.Point) -> None:
+        print(f"step {point.step}", flush=True)
+        if point.step in (50, 60, 80):  # the checkpoint is written meanwhile, or this killed
+            time.sleep(2)
+
+    train(make_task(Path(sys.argv[1]) / "texts"), Path(sys.argv[1]), say)

@@ -60,16 +60,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="key counts of the padding sweep; multiples of 64 and their neighbours are added "
         "(default 5900 6100 5)",
     )
-    parser.add_argument(
-        "--png", type=Path, metavar="DIR", help="draw each claim into DIR (needs matplotlib)"
+    plots = parser.add_mutually_exclusive_group()
+    plots.add_argument(
+        "--png",
+        type=Path,
+        metavar="DIR",
+        help="draw each claim into DIR (default: the folder of --json; needs matplotlib)",
     )
+    plots.add_argument("--no-png", action="store_true", help="draw nothing")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures the claims; "plots" lists the files drawn.
 
     Raises:
-      ValueError: numbers that the model does not take; no matplotlib for --png.
+      ValueError: numbers that the model does not take; no matplotlib for the plots.
     """
     config = GemmaConfig.preset(args.config)
     first, last, step = args.keys
@@ -79,8 +84,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     counts = {claim: sweep if claim == "padding" else [args.context] for claim in args.claim}
     for context in sorted({n for few in counts.values() for n in (few[0], few[-1])}):
         _case(config, "global", context, max(TOKENS))  # refuses before anything is measured
-    if args.png:
-        ablation_plots.prepare(args.png)
+    folder = _plot_folder(args)
+    if folder:
+        ablation_plots.prepare(folder)
     rows: list[Row] = []
     for claim in args.claim:
         for row in CLAIMS[claim](config, counts[claim]):
@@ -91,7 +97,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "environment": report.environment(),
         "config": args.config,
         "rows": rows,
-        "plots": ablation_plots.draw(rows, args.config, args.png) if args.png else [],
+        "plots": ablation_plots.draw(rows, args.config, folder) if folder else [],
     }
 
 
@@ -131,6 +137,13 @@ def table(result: dict[str, Any]) -> str:
         )
     drawn = [f"wrote {file}" for file in result["plots"]]
     return "\n".join([report.table(columns, lines), *drawn])
+
+
+def _plot_folder(args: argparse.Namespace) -> Path | None:
+    """Where plots go: --png, else beside what --json writes; None = nowhere."""
+    if args.png or args.no_png:
+        return args.png
+    return args.json and args.json.parent
 
 
 def _key_counts(first: int, last: int, step: int) -> list[int]:

@@ -19,12 +19,16 @@ def prepare(folder: Path) -> None:
 
 
 def draw(rows: Sequence[Row], config: str, folder: Path) -> list[str]:
-    """Writes one PNG for each claim among the rows; void rows are left out. Returns the paths."""
+    """Writes ablation_SIZE_CLAIM.png for each claim among the rows, void rows left out.
+
+    Returns:
+      The paths.
+    """
     written = []
     for claim in claims(rows):
         figure = _figure()(figsize=(8, 4.5), dpi=150, layout="constrained")
         panel(figure, claim, rows, config)
-        file = folder / f"{claim}.png"
+        file = folder / f"ablation_{config}_{claim}.png"
         figure.savefig(file)
         written.append(str(file))
     return written
@@ -111,7 +115,7 @@ def _figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(
-            "--png needs matplotlib, which is not installed: pip install matplotlib, or leave "
-            "--png out"
+            "plots need matplotlib, which is not installed: pip install matplotlib, or give "
+            "--no-png"
         ) from None
     return Figure

@@ -31,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = _implementations()
     sizes, ops = ", ".join(PRESETS), ", ".join(OPS)
     several("--config", ["31b"], f"of {sizes}", choices=list(PRESETS), metavar="SIZE")
-    several("--op", ["ring", "global"], f"of {ops}", choices=list(OPS), metavar="OP")
+    several("--op", list(OPS), f"of {ops}", choices=list(OPS), metavar="OP")
     contexts = [1024, 6005, 32_768, 131_072]
     told = "positions that end with the newest token; a window sees the last of them"
     several("--context", contexts, told, type=int, metavar="N")
-    several("--tokens", [1, 4], "new tokens of a ring or global call", type=int, metavar="T")
+    several("--tokens", [1, 4, 8], "new tokens of a ring or global call", type=int, metavar="T")
     several("--batch", [1], "sequences in a call", type=int, metavar="B")
     told = f"of {', '.join(names)}"
     several("--implementation", [], told, choices=names, metavar="NAME")

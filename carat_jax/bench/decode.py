@@ -211,7 +211,7 @@ def _decode_error(config: GemmaConfig, mesh: Mesh | None = None) -> float:
 
     Decoding must agree with prefilling, or its time means nothing.
     """
-    params = init_params(config, jax.random.key(0), mesh)
+    params = _routed_alike(init_params(config, jax.random.key(0), mesh), config)
     last, _ = _prefill(params, config, PROMPT)
     whole = _head(params, config, last)[0]
     _, state = _prefill(params, config, PROMPT - 1)
@@ -223,9 +223,7 @@ def _decode_error(config: GemmaConfig, mesh: Mesh | None = None) -> float:
 def _short(name: str, dtype: str) -> GemmaConfig:
     """A size with one layer of each kind, borrowing ones included.
 
-    Random layers magnify the rounding of bfloat16, the more of them the more. A mixture is
-    compared in float32, since its random routers are nearly tied and rounding alone sends a token
-    to other experts. Of the kernels only `choose_experts` runs then: the others take bfloat16.
+    Random layers magnify the rounding of bfloat16, the more of them the more.
     """
     config = GemmaConfig.preset(name)
     kinds = ("sliding_attention", "full_attention")
@@ -235,8 +233,23 @@ def _short(name: str, dtype: str) -> GemmaConfig:
         num_hidden_layers=len(kinds + borrowed),
         num_kv_shared_layers=len(borrowed),
         layer_types=kinds + borrowed,
-        dtype="float32" if config.num_experts else dtype,
+        dtype=dtype,
     )
+
+
+def _routed_alike(params: Params, config: GemmaConfig) -> Params:
+    """Routers of zeros, and shares that differ: tokens all visit the first experts.
+
+    Random routers are nearly tied, and rounding alone would send a token to other experts, decoded
+    or prefilled. Of equal logits, `choose_experts` takes those of the first experts, however they
+    are computed; so a mixture's own kernels are compared, in its own dtype and shapes.
+    """
+    for spec in config.layers if config.num_experts else ():
+        experts = params[f"layers_{spec.index}"]["experts"]
+        experts["router"] = jnp.zeros_like(experts["router"])
+        shares = 1 + jnp.arange(config.num_experts)
+        experts["per_expert_scale"] *= shares.astype(experts["per_expert_scale"].dtype)
+    return params
 
 
 def _prefill(params: Params, config: GemmaConfig, length: int) -> tuple[jax.Array, KVState]:

@@ -9,10 +9,14 @@ import argparse
 import dataclasses
 import functools
 import math
+import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from carat_jax import memory
 from carat_jax.bench import random_model, report, serving_summary, workload
@@ -29,8 +33,11 @@ from carat_jax.bench.static_batches import StaticBatches
 from carat_jax.bench.workload import Conversation, Distribution
 from carat_jax.config import GemmaConfig
 from carat_jax.engine import Engine
+from carat_jax.engine.prefix import Past
+from carat_jax.engine.reading import Reader, chunk_sizes
 from carat_jax.gemma import Gemma, load, load_drafter
-from carat_jax.speculative import Assistant, Forced
+from carat_jax.kv_state import init_state
+from carat_jax.speculative import Assistant, Forced, Speculation
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig
 
 MAKING = {  # what a workload is made from that is not read from a file
@@ -42,6 +49,7 @@ MAKING = {  # what a workload is made from that is not read from a file
     "follow_up": Distribution("fixed", (32,)),
     "think": Distribution("fixed", (1,)),
 }
+CHUNKS = 5  # of which the median is taken
 EPILOG = f"""\
 DIST is {workload.FORMS}.
 
@@ -50,6 +58,9 @@ A workload file has a JSON object on each line:
 prompt is a text, a list of ids, or how many random ids. A conversation adds its later turns,
 each of which reads all before it:
   "then": [{{"think_s": 4, "prompt": 40, "output_tokens": 128}}]
+
+"Longest chunk of a prompt" is the last --prefill-chunk tokens of the longest prompt, read alone
+before the run: what a prompt may add to the time between two arrivals of another's tokens (ITL).
 
 examples:
   carat bench serving                      16 requests at once to the bundled model
@@ -156,24 +167,29 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "drafter": drafter,
             **figures,
             "reused_tokens": None,
+            "chunk_ms": None,
             "peak_gb": report.rounded(peak and peak / 1e9, 2),
             "compile_s": round(sum(compilation_seconds()[compiled:]), 2),
         }
 
+    lengths = workload.lengths(conversations, ids)
+    longest = max(prompt for prompt, _ in lengths)
     rows = []
     for drafter, speculation in drafters.items():
         for slots in args.slots:
             with Engine(model, slots=slots, **sizes, **speculation) as engine:
                 report.say(f"{slots} slots, drafter {drafter}: compiles")
                 engine.warm_up(**AS_ASKED)
+                chunk = _chunk_seconds(model, args, speculation, longest)
                 report.say("runs")
                 before = reused_tokens(engine)
                 ask = functools.partial(ask_engine, engine)
                 rows.append(measure(f"{slots} slot{'s' * (slots > 1)}", drafter, slots, ask))
                 rows[-1]["reused_tokens"] = reused_tokens(engine) - before
+                rows[-1]["chunk_ms"] = round(1e3 * chunk, 2)
         for size in sorted({1, *args.slots}) if args.baselines else ():
             with StaticBatches(model, size, speculation) as batches:
-                batches.warm_up(workload.lengths(conversations, ids))
+                batches.warm_up(lengths)
                 label = "sequential" if size == 1 else f"static {size}"
                 rows.append(measure(label, drafter, size, batches.ask))
     made = {name: str(getattr(args, name)) for name in MAKING}
@@ -286,3 +302,28 @@ def _speculation(name: str, model: Gemma, args: argparse.Namespace) -> dict[str,
         drafter = load_drafter(name, model)
     rule = Forced.at_rates(args.acceptance) if args.acceptance else None
     return {"drafter": drafter, "num_proposals": args.num_proposals, "acceptance": rule}
+
+
+def _chunk_seconds(
+    model: Gemma, args: argparse.Namespace, speculation: dict[str, Any], longest: int
+) -> float:
+    """How long the engine reads the last chunk of a prompt of so many tokens, with nothing beside
+    it: the median of a few."""
+    spec = Speculation.of(**speculation) if speculation else None
+    chunks = chunk_sizes(args.prefill_chunk)
+    reader = Reader(model.params, model.config, args.max_context, chunks, spec)
+    before = max(longest - args.prefill_chunk, 0)
+
+    def once() -> float:
+        kv = init_state(model.config, 1, args.max_context)
+        kv = kv.replace(length=jnp.full_like(kv.length, before))
+        past = Past(np.zeros(before, int), kv, written=before)
+        reading = reader.open(None, [0] * longest, longest, past, drafted=True)
+        reading.drafted = before
+        jax.block_until_ready((reading.kv, reading.drafting))
+        begin = time.perf_counter()
+        reader.read_on(reading)
+        jax.block_until_ready((reading.hidden, reading.kv, reading.drafting))
+        return time.perf_counter() - begin
+
+    return statistics.median([once() for _ in range(1 + CHUNKS)][1:])

@@ -86,6 +86,17 @@ def summary(
 
 
 STATISTICS = ("Mean", "Median", "P99", "Max")
+
+
+def _labels(*names: str) -> dict[str, str]:
+    """Of what `_of` gives."""
+    return {
+        f"{statistic.lower()}_{name.lower()}_ms": f"{statistic} {name} (ms)"
+        for name in names
+        for statistic in STATISTICS
+    }
+
+
 LABELS = {
     "completed": "Successful requests",
     "failed": "Failed requests",
@@ -96,11 +107,9 @@ LABELS = {
     "request_throughput": "Request throughput (req/s)",
     "output_throughput": "Output token throughput (tok/s)",
     "total_token_throughput": "Total token throughput (tok/s)",
-    **{
-        f"{statistic.lower()}_{name.lower()}_ms": f"{statistic} {name} (ms)"
-        for name in ("TTFT", "TPOT", "ITL", "queue")
-        for statistic in STATISTICS
-    },
+    **_labels("TTFT", "TPOT", "ITL"),
+    "chunk_ms": "Longest chunk of a prompt (ms)",
+    **_labels("queue"),
     "acceptance_length": "Acceptance length",
     "slot_occupancy": "Slot occupancy",
     "peak_gb": "Peak memory (GB)",

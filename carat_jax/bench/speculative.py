@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line for each batch size."""
+    """One line for each batch size, and one for the proposals that were accepted there."""
     columns = {
         "config": "config",
         "batch": "batch",
@@ -113,7 +113,17 @@ def table(result: dict[str, Any]) -> str:
         "speedup": "speed-up",
     }
     rows = [[row[key] for key in columns] for row in result["rows"]]
-    return "acceptance is scripted\n" + report.table(list(columns.values()), rows)
+    lines = ["acceptance is scripted", report.table(list(columns.values()), rows)]
+    return "\n".join([*lines, *map(_accepted, result["rows"])])
+
+
+def _accepted(row: dict[str, Any]) -> str:
+    """How many proposals stood, and in which share of the rounds each did."""
+    shares = "  ".join(f"{share:.3f}" for share in row["per_position"])
+    return (
+        f"batch {row['batch']}: {row['accepted']:,} of {row['drafted']:,} proposals accepted; "
+        f"by position: {shares}"
+    )
 
 
 def _measure(

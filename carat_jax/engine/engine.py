@@ -210,7 +210,8 @@ class Engine:
         """Reads a beginning that many prompts share, a system prompt say, and keeps its state.
 
         Prompts that begin with these ids go on from there, until it is given to `release`. It is
-        read before the prompts that wait, chunk by chunk: those that generate go on meanwhile.
+        read before the prompts that wait, but for one after each snapshot, chunk by chunk: those
+        that generate go on meanwhile.
 
         Raises:
           ValueError: as `Gemma.generate`.

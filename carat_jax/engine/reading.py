@@ -50,6 +50,11 @@ class Reading:
         return bool(sharding.fetch(jnp.isfinite(self.hidden).all()))
 
 
+def chunk_sizes(prefill_chunk: int) -> tuple[int, ...]:
+    """The sizes of a piece of a prompt, ascending up to the largest."""
+    return (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+
+
 class Reader:
     """Reads prompts, and has the drafter read them."""
 
@@ -61,7 +66,7 @@ class Reader:
         chunks: tuple[int, ...],
         speculation: Speculation | None,
     ) -> None:
-        """`chunks`: the sizes of a piece, ascending."""
+        """`chunks`: of `chunk_sizes`."""
         self._params = params
         self._mesh = sharding.mesh_of(params)
         self._config = config
@@ -112,12 +117,9 @@ class Reader:
     def finish(
         self, reading: Reading, options: GenerateOptions
     ) -> tuple[generate.Tokens, generate.DecodeState]:
-        """The token that follows a prompt that has been read, on the host, and the state then."""
+        """The token that follows a prompt that has been read, and the state then."""
         controls = generate.Controls.of(options, generate.row_keys(options.seed, 1))
-        first, state = generate.begin(
-            self._params, self._config, reading.hidden, reading.kv, controls
-        )
-        return sharding.fetch(first), state
+        return generate.begin(self._params, self._config, reading.hidden, reading.kv, controls)
 
     def with_drafter(self, reading: Reading, state: generate.DecodeState) -> State:
         """The state of `finish`, which is donated, beside the drafter's if there is one."""

@@ -5,7 +5,8 @@ the prompt: fewer beside a chunk. So a long prompt holds the others up for a chu
 they go on meanwhile. While all slots are taken the next prompt is read ahead, and joins the others
 when one is free, so that no slot is idle while a prompt is read for it.
 The tokens of a unit are fetched when the next one has been dispatched, so that the device need not
-wait for the host. No threads here: `Engine` calls `step` from one.
+wait for the host; but where someone waits for a slot that this unit may free, before it is. No
+threads here: `Engine` calls `step` from one.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from carat_jax.batch_run import FINISH_REASONS
 from carat_jax.config import GemmaConfig
 from carat_jax.engine.metrics import Metrics, tpot_s
 from carat_jax.engine.prefix import Past, Pasts
-from carat_jax.engine.reading import Reader, Reading
+from carat_jax.engine.reading import Reader, Reading, chunk_sizes
 from carat_jax.engine.request import Cancelled, Request
 from carat_jax.engine.rows import Rows, free
 from carat_jax.generation import Generation, SpeculationTally, Stats
@@ -67,12 +68,14 @@ class Flight:
 
     Attributes:
       occupants: of the rows at that time, None where one was free.
+      most: tokens of a row, at most.
       tokens, counts: as `Rows.step` returned them.
     """
 
     occupants: list[Served | None]
+    most: int
     tokens: generate.Tokens
-    counts: Counts | None
+    counts: Counts | None = None
 
 
 class Scheduler:
@@ -118,8 +121,9 @@ class Scheduler:
         self.snapshots: deque[tuple[list[int], Future]] = deque()
         self.reading: Reading | None = None
         self.ready: Reading | None = None
+        self._read_snapshot_last = False
         self.rows = Rows(params, config, slots, speculation)
-        self.chunks = (*(c for c in generate.PREFILL_CHUNKS if c < prefill_chunk), prefill_chunk)
+        self.chunks = chunk_sizes(prefill_chunk)
         self._reader = Reader(params, config, max_context, self.chunks, speculation)
         self.pasts = Pasts(config)
         self._written_ahead = K + 1  # positions that a step may write beyond the tokens that stand
@@ -151,6 +155,8 @@ class Scheduler:
     def step(self) -> None:
         """One unit of work; see the module's docstring."""
         self._drop_cancelled()
+        if self._coming and self._may_end_in_flight():
+            self._land()
         if self.ready is not None and self._slot_free:
             self._give_slot(self.ready)
             self._join(self.ready)
@@ -163,7 +169,8 @@ class Scheduler:
             self.rows.shrink()  # some may have been left while a prompt was read
         if self.rows.live:
             steps = STEPS_BESIDE_PREFILL if beside_prefill else STEPS
-            self._flights.append(Flight(list(self.rows.occupants), *self.rows.step(steps)))
+            most = -(-steps // self._written_ahead) * self._written_ahead
+            self._flights.append(Flight(list(self.rows.occupants), most, *self.rows.step(steps)))
             self._land(ahead=1)
         else:
             self._land()
@@ -198,13 +205,17 @@ class Scheduler:
             future.set_exception(error)
 
     def _begin_reading(self) -> None:
-        """Takes up the next prompt, if there is one that may be read. A snapshot needs no slot."""
-        if self.snapshots:
+        """Takes up what is read next. A snapshot, which needs no slot, goes before the prompts; but
+        of two in a row the second goes behind one, if there is one that may be read."""
+        prompt_may = self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0]))
+        if self.snapshots and not (prompt_may and self._read_snapshot_last):
+            self._read_snapshot_last = True
             ids, future = self.snapshots.popleft()
             # The last token of a prompt is always left to be read: here it is none of theirs.
             with self._ending(future):
                 self._open(future, [*ids, 0], len(ids))
-        elif self.waiting and (self._slot_free or self._may_be_read_ahead(self.waiting[0])):
+        elif prompt_may:
+            self._read_snapshot_last = False
             request = self.waiting.popleft()
             served = Served(request, tally=SpeculationTally(1) if self.speculation else None)
             self._served.append(served)
@@ -268,20 +279,30 @@ class Scheduler:
             owner.set_exception(error)
 
     def _join(self, reading: Reading) -> None:
-        """The first token after a prompt, and a row for those that follow."""
+        """A row for a sequence whose prompt has been read; its first token is in flight."""
         served = reading.owner
-        self._land()  # there before the prompt's last chunk is
-        first, state = self._reader.finish(reading, served.request.options)
         served.written = reading.written
-        last = self._take(served, first, 0)
-        if last is not None:
-            kv = reading.kv if reading.finite else None
-            self._leave(reading)
-            self._end(served, last, kv)
-            return
+        first, state = self._reader.finish(reading, served.request.options)
         self._make_room(self.rows.needed)
         self.rows.insert(served, self._reader.with_drafter(reading, state))
+        self._flights.append(Flight([served], 1, first))
         self._leave(reading)  # only now: if any of this fails, `abandon` is to find it
+        if len(self.rows.live) == 1:  # no other has the device wait for the host
+            self._land()
+
+    def _may_end_in_flight(self) -> bool:
+        """Whether a sequence may have all the tokens that were asked for when what is in flight
+        has come."""
+        live = self.rows.live
+        coming = dict.fromkeys(live, 0)
+        for flight in self._flights:
+            for served in flight.occupants:
+                if served in coming:
+                    coming[served] += flight.most
+        return any(
+            most >= served.request.options.max_new_tokens - len(served.generated)
+            for served, most in coming.items()
+        )
 
     def _land(self, *, ahead: int = 0) -> None:
         """Hands out what is in flight, all but the newest `ahead`, and ends what is over then."""

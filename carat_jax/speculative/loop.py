@@ -18,6 +18,7 @@ from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP, DecodeState, T
 from carat_jax.model import Params, head, hidden_states
 from carat_jax.speculative.acceptance import Rule, Verdict, drafting_keys
 from carat_jax.speculative.protocol import Drafter, Proposal, Target, proposed
+from carat_jax.speculative.speculation import check_num_proposals
 
 
 class Counts(struct.PyTreeNode):
@@ -95,14 +96,18 @@ def speculate(
       state: donated.
       rounds: int32, at most size / (num_proposals + 1); traced.
       stopped: bool [B], rows that the caller ends now.
-      num_proposals: K, static; see `speculation.check_speculation`. 0 is plain decoding,
-        through which the drafter is kept informed.
+      num_proposals: K, static. 0 is plain decoding, through which the drafter is kept informed.
       size: static, columns of the result.
 
     Returns:
       Tokens, of which each row has its own number; what these rounds did; the state.
+
+    Raises:
+      ValueError: while traced, a K that is negative or of which the proposals and the token
+        before them are no step that can be rolled back (`speculation.most_proposals`).
     """
     decode = state.decode
+    check_num_proposals(num_proposals, drafter, decode.kv, config)
     finish = jnp.where(stopped & (decode.finish == RUNNING), STOP, decode.finish)
     state = state.replace(decode=decode.replace(finish=finish))
     rounds = jnp.minimum(rounds, size // (num_proposals + 1))
@@ -150,7 +155,11 @@ def draft(
 
     Returns:
       int32 [B], the last guesses; `state` is as it was.
+
+    Raises:
+      ValueError: as `speculate`.
     """
+    check_num_proposals(num_proposals, drafter, state.decode.kv, config)
 
     def again(_, carry):
         token, drafting = carry

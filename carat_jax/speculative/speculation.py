@@ -82,9 +82,7 @@ def check_speculation(speculation: Speculation, state: KVState, config: GemmaCon
             f"acceptance = {speculation.rule!r}: give a rule, `speculative.Exact()` or "
             "`speculative.Typical(…)`"
         )
-    slack = max_decode_tokens(state, config)
-    most = min(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS if slack is None else slack) - 1
-    most = min(most, drafter.max_proposals)
+    most = most_proposals(drafter, state, config)
     if K == "auto":
         if isinstance(speculation.rule, Forced):
             raise ValueError(
@@ -97,3 +95,23 @@ def check_speculation(speculation: Speculation, state: KVState, config: GemmaCon
             f"1 to {most}, or 'auto'"
         )
     return most
+
+
+def check_num_proposals(K: int, drafter: Drafter, state: KVState, config: GemmaConfig) -> None:
+    """Raises ValueError for a K that no round on this state can have; 0 is plain decoding."""
+    most = most_proposals(drafter, state, config)
+    if not 0 <= K <= most:
+        writable = max_decode_tokens(state, config)
+        slack = "no rings" if writable is None else f"a slack of {writable - 1} in its rings"
+        raise ValueError(
+            f"num_proposals = {K}: a step verifies up to {MAX_DECODE_TOKENS - 1}, "
+            f"{type(drafter).__name__} proposes up to {drafter.max_proposals}, and the state has "
+            f"{slack}: give 0 to {most}, or make the state with more slack (`init_state`)"
+        )
+
+
+def most_proposals(drafter: Drafter, state: KVState, config: GemmaConfig) -> int:
+    """The largest K: a step of K + 1 positions must be one that can be rolled back."""
+    writable = max_decode_tokens(state, config)
+    step = MAX_DECODE_TOKENS if writable is None else min(MAX_DECODE_TOKENS, writable)
+    return min(step - 1, drafter.max_proposals)

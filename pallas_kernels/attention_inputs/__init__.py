@@ -9,7 +9,8 @@ from pallas_kernels.partial_sums import PartialSums
 
 __all__ = ["AttentionInputs", "attention_inputs"]
 
-# Best first on an H200: docs/kernels.md has the figures.
+# Best first: `carat bench decode --config 31b` before it and with it, "steps" in
+# benchmarks/h200/kernels_31b.json (8b71bf0, b7552ee). Not measured apart.
 IMPLEMENTATIONS = {"mosaic": mosaic.attention_inputs, "xla": xla.attention_inputs}
 
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.choose_experts import mosaic, xla
 
-# Best first on an H200: docs/kernels.md has the figures.
+# Best first; not measured apart. `carat bench decode --config 26b-a4b`, benchmarks/h200: through
+# XLA "before" in kernels_31b.json (b7552ee); decode_26b-a4b.json (879781d), with more in it, since.
 IMPLEMENTATIONS = {"mosaic": mosaic.choose_experts, "xla": xla.choose_experts}
 
 

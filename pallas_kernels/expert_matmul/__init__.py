@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.expert_matmul import mosaic, xla
 
-# Best first on an H200: docs/kernels.md has the figures.
+# Best first, by a script that is not kept (docs/kernels.md): nothing stored is of XLA's. The kernel
+# within `carat bench decode --config 26b-a4b`: benchmarks/h200/decode_26b-a4b.json (879781d).
 IMPLEMENTATIONS = {"mosaic": mosaic.expert_matmul, "xla": xla.expert_matmul}
 
 

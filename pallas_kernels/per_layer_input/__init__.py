@@ -6,7 +6,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.per_layer_input import mosaic, xla
 
-# Best first; measured only within a step of one row (docs/kernels.md).
+# Best first: `carat bench decode --config e4b e2b --context 2048`, "per_layer_input" in
+# benchmarks/h200/kernels_31b.json (6902df1, dfe5ad5), which has more in it. Not measured apart.
 IMPLEMENTATIONS = {"mosaic": mosaic.per_layer_input, "xla": xla.per_layer_input}
 
 

@@ -3,7 +3,7 @@
 Both matrices are cut into tiles of 256 by 64, which a block asks for first of all and multiplies
 by on plain arithmetic units: a row times so few weights gives wgmma nothing to do.
 
-1. A block has a tile of the gate. It norms its rows for itself, as in `residual_norm.row`, and
+1. A block has a tile of the gate. It norms its rows for itself, as in `row_norm`, and
    leaves its 256 widths' share of the product: a piece, float32. One block more copies the
    layer's own input, for which the second launch would else wait twice: for the place, and for
    what is there.
@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums, add_up, pieces
-from pallas_kernels.residual_norm.row import Row, check_rows
+from pallas_kernels.row_norm import Row, check_rows
 
 BF16 = jnp.bfloat16
 MOST_ROWS = 16

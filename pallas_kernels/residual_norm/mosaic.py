@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, require_hopper
 from pallas_kernels.partial_sums import PartialSums, pieces
-from pallas_kernels.residual_norm.row import Row, check_rows
+from pallas_kernels.row_norm import Row, check_rows
 
 MOST_ROWS = 64
 

@@ -8,7 +8,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import PartialSums, summed
 from pallas_kernels.residual_norm_matmul import apart, mosaic
 
-# Best first on an H200: docs/kernels.md has the figures.
+# Best first, by a script that is not kept: "norm_within_product" in
+# benchmarks/h200/kernels_31b.json (6902df1).
 IMPLEMENTATIONS = {
     "mosaic": mosaic.residual_norm_matmul,
     "apart": apart.residual_norm_matmul,

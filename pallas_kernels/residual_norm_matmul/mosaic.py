@@ -9,7 +9,7 @@ wall time of a step of 31B, and about 1 by the profiler's period of a layer, whi
 For 31B a block reads 97 KB out of L2 to do so, 65 of them the three pieces of y: 13 MB in all.
 A further row would be another 10 MB, so that with a few it would take longer than a norm by
 itself: more rows than one are left to the two ops. Their bits are the same, for the norm is
-`residual_norm.row`'s and the product `skinny_matmul.stream`'s.
+`row_norm`'s and the product `streamed_product`'s.
 """
 
 import functools
@@ -26,10 +26,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums, pieces
-from pallas_kernels.residual_norm.row import Row, check_rows
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import TILED
-from pallas_kernels.skinny_matmul.geometry import STEP, Cut
-from pallas_kernels.skinny_matmul.stream import TILE_BYTES, Stream, check_matrix, height_of
+from pallas_kernels.row_norm import Row, check_rows
+from pallas_kernels.streamed_product.geometry import STEP, Cut
+from pallas_kernels.streamed_product.stream import TILE_BYTES, Stream, check_matrix, height_of
 from pallas_kernels.thread_stores import as_int32, store
 
 HEIGHT = height_of(1)  # of the tiles with the row
@@ -128,7 +129,7 @@ def _launch(
             **form.scratch(),
         },
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=SEMANTICS),
     )(*inputs)
 
 

@@ -1,7 +1,7 @@
 """skinny_matmul for Hopper, as a Pallas Mosaic GPU kernel, for bfloat16.
 
-One block to a multiprocessor streams its share of the matrix (`geometry.Cut`) through a ring of
-buffers in shared memory, and the rows beside it (`stream.Stream`).
+One block to a multiprocessor streams its share of the matrix (`Cut`) through a ring of
+buffers in shared memory, and the rows beside it (`streamed_product`).
 
 31B's gate and up are 462 MB a layer, 98.6 µs at 4.69 TB/s; on 8 rows that is 7.4 GFLOP, nothing
 to the matrix units. Predicted: floor + 3 µs for start and tail. Measured on an H200 within a
@@ -22,9 +22,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import RowCopies
-from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
-from pallas_kernels.skinny_matmul.stream import Stream, check_matrix, height_of
+from pallas_kernels.streamed_product.geometry import COLUMNS, STEP, Cut
+from pallas_kernels.streamed_product.stream import Stream, check_matrix, height_of
 
 MOST_ROWS = 64
 RING = 200 * 1024  # bytes of shared memory
@@ -88,5 +89,5 @@ def _launch(stream: Stream, interpret: Any, x: jax.Array, w: jax.Array) -> jax.A
             **stream.scratch(copies=1 + rows.requests),
         },
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=SEMANTICS),
     )(rows.source(x), w)

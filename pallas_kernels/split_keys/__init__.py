@@ -7,20 +7,19 @@ scores = K·Qᵀ and outᵀ = Vᵀ·P, so that few query rows still fill them, a
 cache serves both products. Then the blocks meet at a counter, and a warpgroup for each query row
 merges its splits in the order of the keys, in float32.
 
+A product takes up to 40 query rows of a KV head. More (global layers of 31B from 6 positions on,
+of 12B from 3) are cut into blocks of rows, each of which reads the keys and values again.
+
 Row independence: where a split begins depends on positions alone, every row has its own running
 maximum and sum, and masked keys leave a row untouched to the bit. So a row's output is the same for
 every T and every batch. The splits of a growing cache have `tiles_per_split` tiles, which changes
 with the position; the rows of one call that fall on both sides of a change (16 positions can
 meet only one) are computed with either size and merged with their own.
 
-At most 40 query rows (G·T) of a KV head fit into one product. More are cut into blocks, items of
-their own, each of which reads the head's keys and values again: 12B has 64 rows at T = 4, 31B at
-T = 8. `Shape.row_blocks` says how many; docs/kernels.md has them for the published sizes.
-
-Bytes: every live key and value once for each block of rows (floor: 4.69 TB/s on an H200). FLOPs:
-4·G·T·H a key, some 60 to 300 TFLOP/s at the floor with G·T = 8…40 rows, which the matrix units
-hide under the copies. On top come launch, first copy, partial results, counter and merge: at T = 1
-about 6 µs for a ring, for a global cache 8 at 6,005 keys and 18 at 131,072.
+Bytes: every live key and value once (floor: 4.69 TB/s on an H200). FLOPs: 4·G·T·H a key, some 60
+to 300 TFLOP/s at the floor with G·T = 8…40 rows, which the matrix units hide under the copies.
+On top come launch, first copy, partial results, counter and merge: at T = 1 about 6 µs for a ring,
+for a global cache 8 at 6,005 keys and 18 at 131,072.
 """
 
 import functools
@@ -33,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import TILED, RowCopies
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import arrive, merge_splits
@@ -140,7 +140,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=128 * ROWS[-1],
             approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            lowering_semantics=SEMANTICS,
         ),
     )
 

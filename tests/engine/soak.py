@@ -4,13 +4,15 @@
 
 Prompts are cuts of one text and of each other's conversations, so that pasts are reused; a part of
 the requests is cancelled at a random time. Every finished request must have the tokens that
-`Gemma.generate` gives its prompt alone; arrays on the device must come back to where they were.
-Exit status 1 if not.
+`Gemma.generate` gives its prompt alone. Arrays on the device must never take more than the states
+that the engine's docstring counts, and come back to where they were; the process's memory must
+hardly grow. Exit status 1 if not.
 """
 
 import argparse
 import gc
 import itertools
+import resource
 import sys
 import time
 from collections import Counter
@@ -20,10 +22,13 @@ import numpy as np
 
 import carat_jax as carat
 from carat_jax.engine import Cancelled, Engine, Request
+from carat_jax.kv_state import state_bytes
 
 LENGTHS = (1, 60, 127, 128, 129, 191, 192, 193, 250, 380)  # W is 128, the rings have 192 slots
 KINDS = ({}, {"temperature": 0.8, "top_k": 40, "seed": 5, "logprobs": 2})
 MOST = 24  # new tokens
+CONTEXT = 1024
+GROWTH = 200e6  # bytes of the process; of compiling for a mixture that comes late, say
 
 
 def main() -> int:
@@ -36,15 +41,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="submit no longer")
     arguments = parser.parse_args()
 
-    gemma = carat.load("tiny", dtype="float32", max_context=1024, progress=False)
+    gemma = carat.load("tiny", dtype="float32", max_context=CONTEXT, progress=False)
     drafter = arguments.drafter and carat.load_drafter(arguments.drafter, gemma)
     draw = np.random.default_rng(arguments.seed)
     expected = alone(gemma, draw)
     with engine(gemma, arguments.slots, drafter) as warm:  # what stays compiled counts as before
         collect(warm.submit(list(p), max_new_tokens=MOST, **KINDS[k]) for p, k in expected)
-    arrays = live()
+    gc.collect()
+    before, peak = live(), peak_memory()
+    # Of the slots, one being read, one being moved; and a quarter of one for all that is small.
+    room = (arguments.slots + 2.25) * state_bytes(gemma.config, 1, CONTEXT)
 
-    began, counts, most = time.perf_counter(), Counter(), 0
+    began, counts, most = time.perf_counter(), Counter(), before
     with engine(gemma, arguments.slots, drafter) as running:
         pending: list[tuple[Request, list[int]]] = []
         for _ in range(arguments.requests):
@@ -59,27 +67,36 @@ def main() -> int:
                 pending[draw.integers(len(pending))][0].cancel()
             if draw.random() < 0.3:
                 time.sleep(draw.exponential(0.02))
+            most = max(most, live())
             if len(pending) > 50:
-                most = max(most, live())
                 judge(pending[:25], counts)
                 del pending[:25]
         judge(pending, counts)
     del running, pending, request
-    seconds, after = time.perf_counter() - began, live()
+    seconds = time.perf_counter() - began
+    gc.collect()
+    after = live()
+    grown = peak_memory() - peak
 
     print(
         f"{counts['submitted']} requests in {seconds:.0f} s, slots {arguments.slots}, "
         f"drafter {arguments.drafter}: {counts['equal']} finished as alone, "
         f"{counts['cancelled']} cancelled, {counts['mixed up']} mixed up, {counts['lost']} lost"
     )
-    print(f"live arrays: {arrays} before, at most {most} while running, {after} after")
-    sound = not (counts["mixed up"] or counts["lost"]) and after <= arrays
+    print(
+        f"live arrays: {before / 1e6:.2f} MB before, at most {most / 1e6:.2f} while running "
+        f"({(before + room) / 1e6:.2f} allowed), {after / 1e6:.2f} after; "
+        f"peak memory of the process: {peak / 1e6:.0f} MB before, {grown / 1e6:.0f} more after "
+        f"({GROWTH / 1e6:.0f} allowed)"
+    )
+    sound = not (counts["mixed up"] or counts["lost"])
+    sound &= before < most <= before + room and after <= before and grown <= GROWTH
     return 0 if sound else 1
 
 
 def engine(gemma: carat.Gemma, slots: int, drafter: carat.speculative.Drafter | None) -> Engine:
     """With chunks that the longer prompts do not fit into."""
-    return Engine(gemma, slots=slots, max_context=1024, drafter=drafter, prefill_chunk=64)
+    return Engine(gemma, slots=slots, max_context=CONTEXT, drafter=drafter, prefill_chunk=64)
 
 
 def alone(
@@ -120,9 +137,13 @@ def collect(requests) -> None:
 
 
 def live() -> int:
-    """Arrays on the device."""
-    gc.collect()
-    return len(jax.live_arrays())
+    """Bytes of arrays on the device."""
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def peak_memory() -> int:
+    """Bytes of this process, at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

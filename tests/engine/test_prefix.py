@@ -11,6 +11,7 @@ from carat_jax.engine import Cancelled, Request
 from carat_jax.speculative import Ngram
 
 W, R = small_model.CONFIG.sliding_window, 128
+AT_THE_WINDOW = [W // 2, W, W + 1, 3 * W]
 V = small_model.CONFIG.vocab_size
 GEMMA = by_hand.small_gemma()
 BASE = np.random.default_rng(0).integers(0, V, 400).tolist()
@@ -36,15 +37,17 @@ def other(ids: list[int]) -> list[int]:
 
 def check(s, prompt: list[int], read: list[int], reused: int, n: int = 9) -> list[int]:
     """Runs a prompt of which so many tokens are not to be read; returns what it gets, as alone."""
-    cold = GEMMA.generate(prompt, max_new_tokens=n).tokens
+    cold = GEMMA.generate(prompt, max_new_tokens=n, logprobs=True)
     read.clear()
-    assert by_hand.run(s, GEMMA, prompt, max_new_tokens=n).tokens == cold
+    out = by_hand.run(s, GEMMA, prompt, max_new_tokens=n, logprobs=True)
+    assert out.tokens == cold.tokens
+    np.testing.assert_allclose(out.logprobs, cold.logprobs, atol=1e-4)
     assert sum(read) == len(prompt) - reused
-    return cold
+    return cold.tokens
 
 
 @pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
-@pytest.mark.parametrize("shared", [W // 2, W, W + 1, 3 * W, R - 1, R, R + 1, 250])
+@pytest.mark.parametrize("shared", [*AT_THE_WINDOW, R - 1, R, R + 1, 250])
 def test_the_next_turn_goes_on_where_the_last_ended(read, shared, drafter):
     s = by_hand.scheduler(GEMMA, 2, drafter)
     prompt = BASE[:shared]
@@ -54,11 +57,24 @@ def test_the_next_turn_goes_on_where_the_last_ended(read, shared, drafter):
 
 
 @pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
+@pytest.mark.parametrize("shared", AT_THE_WINDOW)
+@pytest.mark.parametrize("beyond", [1, 100])
+def test_a_prompt_that_parts_from_another_at_the_window(read, shared, beyond, drafter):
+    """Of little of a past the rest is forgotten; where that is most of it, it stays beside."""
+    s = by_hand.scheduler(GEMMA, 2, drafter)
+    first = BASE[: shared + beyond]
+    said = check(s, first, read, 0, n=2)
+    check(s, [*BASE[:shared], *other(BASE[shared : shared + 30])], read, shared)
+    assert len(s.pasts) == (1 if beyond == 1 else 2)
+    check(s, [*first, *said], read, shared if beyond == 1 else len(first) + 1)
+
+
+@pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
 def test_a_turn_that_a_stop_string_ended_is_gone_on_from(read, drafter):
     """The device was past it already, by a call that was in flight then."""
     s = by_hand.scheduler(GEMMA, 1, drafter)
-    whole = GEMMA.generate(BASE[:50], max_new_tokens=40)
-    stop = {"stop": next(c for c in whole.text[4:] if c not in whole.text[:4])}
+    whole = GEMMA.generate(BASE[:50], max_new_tokens=40, logprobs=True)
+    stop = {"stop": next(c for c in whole.text[4:] if c not in whole.text[:4]), "logprobs": True}
     alone = GEMMA.generate(BASE[:50], max_new_tokens=40, **stop)
     cut = by_hand.run(s, GEMMA, BASE[:50], max_new_tokens=40, **stop)
     assert cut.tokens == alone.tokens and cut.finish_reason == "stop"
@@ -108,7 +124,7 @@ def test_the_same_prompt_again(read):
 
 def test_the_past_of_a_cancelled_request_serves_too(read):
     s = by_hand.scheduler(GEMMA, 1)
-    request = by_hand.submit(s, GEMMA, BASE[:100], max_new_tokens=200)
+    request = by_hand.submit(s, GEMMA, BASE[:100], max_new_tokens=200, logprobs=True)
     for _ in range(5):
         s.step()
     request.cancel()
@@ -133,7 +149,7 @@ def test_the_past_of_a_request_that_another_thread_cancels_in_between(read):
             return self.looks > 1
 
     s = by_hand.scheduler(GEMMA, 1)
-    request = by_hand.submit(s, GEMMA, BASE[:R], max_new_tokens=60)
+    request = by_hand.submit(s, GEMMA, BASE[:R], max_new_tokens=60, logprobs=True)
     for _ in range(3):
         s.step()
     request.__class__ = Late
@@ -171,6 +187,17 @@ def test_a_snapshot_serves_any_number_of_prompts(read, length, drafter):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(snapshot.kv))
     s.pasts.drop_oldest()  # the last reply's
     check(s, BASE[: length + 1], read, 0)
+
+
+@pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
+@pytest.mark.parametrize("shared", AT_THE_WINDOW)
+@pytest.mark.parametrize("beyond", [0, 1, 100])
+def test_prompts_that_part_from_a_snapshot_at_the_window(read, shared, beyond, drafter):
+    s = by_hand.scheduler(GEMMA, 1, drafter)
+    by_hand.snapshot(s, BASE[: shared + beyond])
+    rest = other(BASE[shared : shared + 30])
+    for turn in (rest, other(rest)):
+        check(s, [*BASE[:shared], *turn], read, shared)
 
 
 def test_a_snapshot_stays_while_pasts_come_and_go(read):

@@ -1,23 +1,21 @@
 """Scheduler: whatever comes and goes beside it, a request gets what it gets alone."""
 
-import dataclasses
 import functools
 import gc
 
 import by_hand
+import interleaving
 import jax
 import numpy as np
 import pytest
 import scripted_model
 import small_model
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import carat_jax as carat
 from carat_jax import generate, sharding
 from carat_jax.engine import Cancelled
 from carat_jax.engine.scheduler import STEPS, STEPS_BESIDE_PREFILL
-from carat_jax.generation import Generation
 from carat_jax.kv_state import state_bytes
 from carat_jax.speculative import Ngram
 
@@ -25,32 +23,10 @@ W, R, CHUNK = small_model.CONFIG.sliding_window, 128, by_hand.CHUNK
 BASE = np.random.default_rng(0).integers(0, small_model.CONFIG.vocab_size, 300).tolist()
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A request; `options` as items."""
-
-    prompt: tuple[int, ...]
-    options: tuple
-
-    @functools.cached_property
-    def alone(self) -> Generation:
-        return by_hand.small_gemma().generate(list(self.prompt), **dict(self.options))
-
-    @functools.cached_property
-    def accepted_alone(self) -> int:
-        """Proposals of `Ngram` that stand."""
-        options = dict(self.options)
-        return (
-            by_hand.small_gemma()
-            .generate(list(self.prompt), drafter=Ngram(), **options)
-            .stats.accepted
-        )
-
-
 @functools.cache
-def cases() -> list[Case]:
+def cases() -> list[interleaving.Case]:
     """Lengths at and beside the window, the chunk and the ring; some go on from one another."""
-    draw = np.random.default_rng(1)
+    model, draw = by_hand.small_gemma(), np.random.default_rng(1)
     # Two kinds only: each needs programs of its own for each number of rows.
     kinds = [{}, {"temperature": 1.2, "top_p": 0.95, "logprobs": 2}]
     made = []
@@ -61,46 +37,24 @@ def cases() -> list[Case]:
         options = kinds[i % 2] | {"max_new_tokens": int(draw.integers(1, 60))}
         if options.get("temperature"):
             options["seed"] = i
-        case = Case((*BASE[:shared], *own[shared:]), tuple(options.items()))
+        case = interleaving.Case(model, (*BASE[:shared], *own[shared:]), options, Ngram())
         if i % 3 == 1 and len(case.alone.tokens) > 3:  # ends in the middle
             stop = (case.alone.tokens[-2], *range(90, 90 + i % 6))
-            case = Case(case.prompt, (*case.options, ("stop_token_ids", stop)))
+            case = case.also(stop_token_ids=stop)
         if i % 3 == 2 and len(case.alone.text) > 6:  # two characters of two tokens
-            case = Case(case.prompt, (*case.options, ("stop", (case.alone.text[3:5],))))
+            case = case.also(stop=(case.alone.text[3:5],))
         made.append(case)
     return made
 
 
-def same(out: Generation, alone: Generation) -> None:
-    """Equal but for times, and log-probabilities equal to rounding."""
-    assert (out.tokens, out.text, out.finish_reason) == (
-        alone.tokens,
-        alone.text,
-        alone.finish_reason,
-    )
-    assert out.prompt_tokens == alone.prompt_tokens
-    assert (out.logprobs is None) == (alone.logprobs is None)
-    if out.logprobs is not None:
-        np.testing.assert_allclose(out.logprobs, alone.logprobs, atol=1e-4)
-    if alone.top_logprobs is not None:
-        assert [list(top) for top in out.top_logprobs] == [list(t) for t in alone.top_logprobs]
-
-
 # --- Any interleaving ----------------------------------------------------------------------------
-
-# (case, steps until it comes, steps until it is cancelled)
-ARRIVALS = st.lists(
-    st.tuples(st.integers(0, 15), st.integers(0, 12), st.one_of(st.none(), st.integers(0, 12))),
-    min_size=2,
-    max_size=9,
-)
 
 
 def test_the_cases_are_worth_the_name():
     ended = [case.alone.finish_reason for case in cases()]
     assert ended.count("stop") >= 6 and ended.count("length") >= 6
     assert len({tuple(case.alone.tokens[:4]) for case in cases()}) >= 14
-    assert any("stop" in dict(case.options) for case in cases())
+    assert any("stop" in case.options for case in cases())
 
 
 @pytest.mark.parametrize(
@@ -109,39 +63,10 @@ def test_the_cases_are_worth_the_name():
     ids=["1", "2", "4", "2 drafted"],
 )
 @settings(max_examples=8)
-@given(arrivals=ARRIVALS)
+@given(arrivals=interleaving.ARRIVALS)
 def test_any_interleaving_gives_each_what_it_gets_alone(slots, drafter, every, arrivals):
-    model = by_hand.small_gemma()
-    s = by_hand.scheduler(model, slots, drafter)
-    played = []  # request, case, when it is cancelled
-    for step in range(1000):
-        for index, when, cancelled in arrivals:
-            if when == step:
-                case = cases()[index - index % every]
-                request = by_hand.submit(s, model, list(case.prompt), **dict(case.options))
-                played.append((request, case, None if cancelled is None else step + cancelled))
-        for request, _, cancelled in played:
-            if cancelled == step:
-                request.cancel()
-        if s.idle and step > 12:
-            break
-        s.step()
-        assert len(s.rows.occupants) + len(s.pasts) <= slots
-    assert len(played) == len(arrivals)
-    for request, case, cancelled in played:
-        assert request.done
-        try:
-            out = request.result(timeout=0)
-            same(out, case.alone)
-            # After a stop string the device goes on for a while.
-            if drafter is not None and "stop" not in dict(case.options):
-                assert out.stats.accepted == case.accepted_alone
-        except Cancelled as error:
-            assert cancelled is not None
-            if error.generation is not None:
-                tokens = error.generation.tokens
-                assert tokens == case.alone.tokens[: len(tokens)]
-    s.abandon(Cancelled(None))
+    s = by_hand.scheduler(by_hand.small_gemma(), slots, drafter)
+    interleaving.play(s, arrivals, cases()[::every])
 
 
 def test_more_ids_than_the_rows_had_room_for():
@@ -202,6 +127,46 @@ def test_the_device_has_work_while_tokens_are_fetched(monkeypatch):
     assert len(request.result(0).tokens) == count
 
 
+def test_a_first_token_is_fetched_when_the_others_have_work(monkeypatch):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    requests = [by_hand.submit(s, model, BASE[:5], max_new_tokens=40)]
+    s.step()
+    requests.append(by_hand.submit(s, model, BASE[:7], max_new_tokens=2))
+    told, step, fetch = [], s.rows.step, sharding.fetch
+    monkeypatch.setattr(s.rows, "step", lambda n: told.append("dispatched") or step(n))
+    monkeypatch.setattr(sharding, "fetch", lambda x: told.append("fetched") or fetch(x))
+    s.step()
+    assert told == ["dispatched", "fetched", "fetched"]  # what was in flight, the first token
+    assert len(requests[1].row.tokens) == 1
+    by_hand.work_off(s)
+    assert requests[1].result(0).tokens == model.generate(BASE[:7], max_new_tokens=2).tokens
+
+
+@pytest.mark.parametrize("drafter", [None, Ngram()], ids=["plain", "drafted"])
+def test_no_row_works_for_one_that_has_all_its_tokens_while_someone_waits(monkeypatch, drafter):
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2, drafter)
+    counts = [2, 9, 10, 16, 17, 18, 25, 33]
+    requests = [
+        by_hand.submit(s, model, BASE[i : i + 5], max_new_tokens=n) for i, n in enumerate(counts)
+    ]
+    made, step = [], s.rows.step
+
+    def dispatching(steps):
+        waited = s.without_slot() > 0
+        tokens, speculated = step(steps)
+        made.append((waited, [o is not None for o in s.rows.occupants], tokens.num_tokens))
+        return tokens, speculated
+
+    monkeypatch.setattr(s.rows, "step", dispatching)
+    by_hand.work_off(s)
+    for request, count in zip(requests, counts, strict=True):
+        assert len(request.result(0).tokens) == count
+    busy = [np.asarray(num)[taken] for waited, taken, num in made if waited]
+    assert len(busy) > 10 and all((num > 0).all() for num in busy)
+
+
 def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
     model = by_hand.small_gemma()
     s = by_hand.scheduler(model, 1)
@@ -219,6 +184,22 @@ def test_a_snapshot_holds_nobody_up_for_longer_than_a_chunk():
     assert waiting.result(0).tokens == model.generate(BASE[:200], max_new_tokens=2).tokens
     read = s.metrics.registry.get_sample_value("carat_prompt_tokens_total", {"source": "reused"})
     assert read == 190
+
+
+def test_snapshots_and_prompts_take_turns():
+    model = by_hand.small_gemma()
+    s = by_hand.scheduler(model, 2)
+    requests = [by_hand.submit(s, model, [i] * 9, max_new_tokens=200) for i in (1, 2, 3, 4)]
+    snapshots = [s.snapshot([i] * 9) for i in (11, 12, 13, 14, 15, 16)]
+    seen, order = [], ""
+    for _ in range(9):  # one chunk each, of which the third prompt's is read ahead of a slot
+        s.step()
+        read = [future for future in snapshots if future.done()]
+        read += [request for request in requests if request not in s.waiting]
+        order += "".join("ps"[new in snapshots] for new in read if new not in seen)
+        seen = read
+    assert order == "spspspsss"  # the fourth has to wait for a slot
+    s.abandon(Cancelled(None))
 
 
 def test_a_prompt_is_read_while_all_slots_are_taken():

@@ -7,9 +7,8 @@ import pytest
 from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import PartialSums, Unsupported, per_layer_input
+from pallas_kernels import PartialSums, Unsupported, per_layer_input, row_norm
 from pallas_kernels.per_layer_input import IMPLEMENTATIONS, mosaic
-from pallas_kernels.residual_norm import row
 
 EPS = 1e-6
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -78,7 +77,7 @@ def test_none_against_float64(dtype, M, pieces):
 @on_a_cpu
 @pytest.mark.parametrize(("M", "pieces", "parts"), [(1, 1, 1), (3, 2, 8)])
 def test_mosaic_interpreted(monkeypatch, M, pieces, parts):
-    monkeypatch.setattr(row, "MOST_PARTS", parts)
+    monkeypatch.setattr(row_norm, "MOST_PARTS", parts)
     arrays = inputs(M, 512, pieces)
     assert_close(simulated(arrays, blocks=9), expected(*arrays), "bfloat16")
 

@@ -16,8 +16,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.residual_norm import mosaic as norm_kernel
 from pallas_kernels.residual_norm_matmul import mosaic
-from pallas_kernels.skinny_matmul import geometry
 from pallas_kernels.skinny_matmul import mosaic as product_kernel
+from pallas_kernels.streamed_product import geometry
 
 EPS = 1e-6
 BF16 = jnp.dtype(jnp.bfloat16)

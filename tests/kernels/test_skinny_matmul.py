@@ -10,8 +10,9 @@ from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import PartialSums, Unsupported, skinny_matmul, summed
-from pallas_kernels.skinny_matmul import geometry, mosaic
-from pallas_kernels.skinny_matmul.geometry import Cut
+from pallas_kernels.skinny_matmul import mosaic
+from pallas_kernels.streamed_product import geometry
+from pallas_kernels.streamed_product.geometry import Cut
 
 BF16 = jnp.bfloat16
 

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import scripted_model
 from flax import struct
 
 import carat_jax as carat
 from carat_jax import cli
 from carat_jax.params import abstract_params
-from carat_jax.speculative import Drafter, Exact, Proposal, Rule
+from carat_jax.speculative import Drafter, Exact, Proposal, Rule, Scripted
 
 PROMPTS, K = ["def main(", "import os\n"], 3
 
@@ -95,6 +96,37 @@ def test_a_stream_with_a_drafter(gemma):
     assert "".join(p.text for p in pieces) == plain.text
     assert [t for p in pieces for t in p.tokens] == plain.tokens
     assert same(pieces[-1].generation, plain)
+
+
+SPELT = scripted_model.chain("A", "bcdefghijklmn", "<eos>")  # a token for each letter
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        ("c", "b"),  # the first guess of the first round
+        ("e", "bcd"),  # its last
+        ("f", "bcde"),  # the model's own token after them
+        ("hi", "bcdefg"),  # within the second round
+        ("efgh", "bcd"),  # over two rounds
+        ("bcd", ""),
+        ("mn", "bcdefghijkl"),  # the last guess of the third and the token after it
+    ],
+)
+def test_a_stop_string_among_guesses_that_all_stand(stop, text):
+    """The first token, and four a round: those of a round after the stop string are not given."""
+    gemma = scripted_model.gemma(SPELT)
+    drafter = Scripted.of(jnp.asarray([SPELT[1:]]), K)
+    options = {"stop": [stop], "max_new_tokens": 20}
+    plain = gemma.generate("A", **options)
+    out = gemma.generate("A", drafter=drafter, num_proposals=K, **options)
+    *pieces, last = gemma.stream("A", drafter=drafter, num_proposals=K, **options)
+    tokens = SPELT[1:][: len(text + stop)]
+    for given in (plain, out, last.generation):
+        assert (given.text, given.tokens, given.finish_reason) == (text, tokens, "stop")
+    assert out.stats.accepted == out.stats.drafted > 0
+    assert "".join(p.text for p in [*pieces, last]) == text
+    assert [t for p in [*pieces, last] for t in p.tokens] == tokens
 
 
 @pytest.mark.parametrize(

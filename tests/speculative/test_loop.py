@@ -12,14 +12,34 @@ import scipy.special
 import scipy.stats
 import scripted_model
 import small_model
+from batches import (
+    BATCHES,
+    CONFIG,
+    NEW,
+    PROMPTS,
+    SIZE,
+    R,
+    Result,
+    V,
+    W,
+    assert_same_cache,
+    begun,
+    controls_of,
+    decoded,
+    drafted,
+    joined,
+    knowing,
+    options_of,
+    plain,
+)
 from fixture_models import LOGITS, model, quick_for
 from scripted_model import BOS, EOS, ID, chain
 
 from carat_jax import generate
-from carat_jax.config import FULL, GemmaConfig
+from carat_jax.config import FULL
 from carat_jax.generate import LENGTH, NON_FINITE, RUNNING, STOP
-from carat_jax.kv_state import KVState, RingKV, init_state
-from carat_jax.model import Params, forward, head
+from carat_jax.kv_state import init_state
+from carat_jax.model import forward, head
 from carat_jax.options import GenerateOptions
 from carat_jax.params import abstract_params
 from carat_jax.speculative import (
@@ -27,7 +47,6 @@ from carat_jax.speculative import (
     Drafter,
     Exact,
     Proposal,
-    Rule,
     Speculation,
     check_speculation,
     draft,
@@ -37,153 +56,6 @@ from carat_jax.speculative import (
 )
 from carat_jax.speculative.acceptance import Forced
 from carat_jax.speculative.drafters.model import Model
-from carat_jax.speculative.drafters.scripted import Scripted
-
-CONFIG, V = small_model.CONFIG, small_model.CONFIG.vocab_size
-W, R = 16, 64  # of the fixtures and the small model, with rings of the least slack
-SIZE = 64  # columns of one call
-NEW = 21  # tokens to generate: whole rounds of 4 proposals
-
-IDS = np.random.default_rng(0).integers(0, V, (25, R)).tolist()
-# Prompts at and beside the window, three windows, and where the ring wraps within the text.
-LENGTHS = [*range(W - 9, W + 10), 3 * W, 1, R - NEW, R - 1, R - 2, R]
-PROMPTS = [tuple(ids[:n]) for ids, n in zip(IDS, LENGTHS, strict=True)]
-BATCHES = [tuple(PROMPTS[i::7][:4]) for i in range(7)]  # unequal prompts: 3 and 4 of each
-BATCHES = [batch if len(batch) == 4 else (*batch, PROMPTS[0]) for batch in BATCHES]
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What came of a batch; lists are by row."""
-
-    tokens: list[list[int]]
-    logprobs: list[np.ndarray]
-    top_ids: list[np.ndarray]
-    top_logprobs: list[np.ndarray]
-    finish: list[int]
-    kv: KVState | None
-    counted: tuple[Counts, ...] = ()  # of each call
-
-    @property
-    def counts(self) -> Counts:
-        """Of all calls, which had the same K."""
-        return jax.tree.map(lambda *calls: np.sum(calls, axis=0), *self.counted)
-
-    def of_row(self, row: int) -> "Result":
-        """Without a cache."""
-        texts = ("tokens", "logprobs", "top_ids", "top_logprobs", "finish")
-        return Result(**{name: [getattr(self, name)[row]] for name in texts}, kv=None)
-
-    def assert_same_text(self, other: "Result") -> None:
-        assert self.tokens == other.tokens
-        assert self.finish == other.finish
-        for name in ("logprobs", "top_logprobs"):
-            for a, b in zip(getattr(self, name), getattr(other, name), strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-4)
-        for a, b in zip(self.top_ids, other.top_ids, strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-def options_of(**options) -> GenerateOptions:
-    return GenerateOptions(**{"max_new_tokens": NEW, "logprobs": 2} | options)
-
-
-def begun(
-    params: Params, config: GemmaConfig, prompts: tuple, controls: generate.Controls
-) -> tuple[generate.Tokens, generate.DecodeState, jax.Array]:
-    """The first token, the state and the hidden state behind it."""
-    B = len(prompts)
-    state = init_state(config, B, 128, slack=0)
-    last = jnp.zeros((B, config.hidden_size), jnp.dtype(config.dtype))
-    for tokens, new in generate.prefill_pieces(prompts):
-        last, state = generate.prefill_chunk(params, config, tokens, state, new, last)
-    first, decode = generate.begin(params, config, last, state, controls)
-    return first, decode, last
-
-
-def joined(pieces: list[generate.Tokens], kv: KVState, **more) -> Result:
-    """The columns that count, of all pieces."""
-
-    def rows(name: str) -> list[np.ndarray]:
-        arrays = [(np.asarray(getattr(p, name)), np.asarray(p.num_tokens)) for p in pieces]
-        return [np.concatenate([a[b, : n[b]] for a, n in arrays]) for b in range(len(arrays[0][0]))]
-
-    return Result(
-        tokens=[row.tolist() for row in rows("tokens")],
-        logprobs=rows("logprobs"),
-        top_ids=rows("top_ids"),
-        top_logprobs=rows("top_logprobs"),
-        finish=np.asarray(pieces[-1].finish).tolist(),
-        kv=kv,
-        **more,
-    )
-
-
-def controls_of(prompts: tuple, options: GenerateOptions) -> generate.Controls:
-    return generate.Controls.of(options, generate.row_keys(3, len(prompts)))
-
-
-def decoded(prompts: tuple, controls: generate.Controls) -> Result:
-    """The small model without a drafter."""
-    params = small_model.params()
-    first, decode, _ = begun(params, CONFIG, prompts, controls)
-    stopped = np.zeros(len(prompts), bool)
-    rest, decode = generate.decode(params, CONFIG, decode, jnp.int32(SIZE), stopped, size=SIZE)
-    return joined([first, rest], decode.kv)
-
-
-@functools.cache
-def plain(prompts: tuple, options: GenerateOptions) -> Result:
-    return decoded(prompts, controls_of(prompts, options))
-
-
-def drafted(
-    drafter: Drafter,
-    num_proposals: int | tuple[int, ...],
-    prompts: tuple,
-    controls: generate.Controls,
-    *,
-    rule: Rule | None = None,
-    params: Params | None = None,
-    config: GemmaConfig = CONFIG,
-) -> Result:
-    """With a drafter, in as many calls as it takes; of two rounds each, with several K in turn."""
-    params = small_model.params() if params is None else params
-    first, decode, last = begun(params, config, prompts, controls)
-    drafting = drafter.init(config, len(prompts), 128)
-    for tokens, new in generate.prefill_pieces(prompts):
-        drafting = read_prompt(drafter, drafting, tokens, new)
-    state = start(drafter, drafting, last, decode)
-    in_turn = (num_proposals,) if isinstance(num_proposals, int) else num_proposals
-    rounds, Ks = jnp.int32(SIZE if len(in_turn) == 1 else 2), itertools.cycle(in_turn)
-    pieces, counted, stopped = [first], [], np.zeros(len(prompts), bool)
-    while (np.asarray(pieces[-1].finish) == RUNNING).any():
-        call = functools.partial(speculate, num_proposals=next(Ks), size=SIZE)
-        out, counts, state = call(params, config, drafter, rule or Exact(), state, rounds, stopped)
-        pieces.append(out)
-        counted.append(counts)
-    return joined(pieces, state.decode.kv, counted=tuple(counted))
-
-
-def knowing(rows: list[list[int]], right) -> Scripted:
-    """A drafter that knows these texts; of one shape, so that programs are shared."""
-    table = np.zeros((len(rows), 40), np.int32)
-    for b, row in enumerate(rows):
-        table[b, : len(row)] = row
-    return Scripted.of(table, right)
-
-
-def assert_same_cache(a: KVState, b: KVState, config: GemmaConfig) -> None:
-    """Every slot that a later token may read holds the same, up to rounding."""
-    np.testing.assert_array_equal(a.length, b.length)
-    for x, y in zip(a.layers, b.layers, strict=True):
-        for u, v in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
-            u, v = np.asarray(u), np.asarray(v)
-            for row, n in enumerate(np.asarray(a.length)):
-                first = max(0, n - (config.sliding_window - 1)) if isinstance(x, RingKV) else 0
-                live = np.arange(first, n) % u.shape[2]
-                np.testing.assert_allclose(u[row][:, live], v[row][:, live], atol=1e-4)
-
 
 # --- Greedy --------------------------------------------------------------------------------------
 
@@ -207,15 +79,24 @@ def test_every_number_of_proposals_gives_the_text_of_plain_decoding(num_proposal
         assert_greedy(prompts, num_proposals, right)
 
 
-def test_one_prompt_alone():
-    """It gets what it gets in a batch."""
-    options, rights = options_of(), itertools.cycle([1, 0, 5, [0.8] * 5])
-    for prompts in BATCHES:
-        expected = plain(prompts, options)
-        for row, right in zip(range(4), rights, strict=False):
-            drafter, alone = knowing([expected.tokens[row]], right), prompts[row : row + 1]
-            got = drafted(drafter, 5, alone, controls_of(alone, options))
-            got.assert_same_text(expected.of_row(row))
+@pytest.mark.parametrize("num_proposals", range(1, 9))
+def test_one_prompt_alone(num_proposals):
+    """It gets, text and cache, what it gets in a batch. As long as the window, less or plus up to
+    the positions of a round, and three windows.
+    """
+    options, some = options_of(), [0.9, 0.5, 0.9, 0.5, 0.9, 0.9, 0.9, 0.9]
+    rights = itertools.cycle([num_proposals // 2, some, 0, num_proposals])
+    lengths = {*range(W - num_proposals - 1, W + num_proposals + 2), 3 * W}
+    prompts = [prompt for prompt in PROMPTS if len(prompt) in lengths]
+    assert len(prompts) == len(lengths)
+    for prompt, right in zip(prompts, rights, strict=False):
+        batch = next(batch for batch in BATCHES if prompt in batch)
+        row, expected = batch.index(prompt), plain(batch, options)
+        drafter, alone = knowing([expected.tokens[row]], right), (prompt,)
+        got = drafted(drafter, num_proposals, alone, controls_of(alone, options))
+        got.assert_same_text(expected.of_row(row))
+        kv = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], expected.kv)
+        assert_same_cache(got.kv, kv, CONFIG)
 
 
 @quick_for("dense_31b_like")
@@ -505,13 +386,28 @@ def test_texts_have_the_models_distribution():
     assert 0.2 < np.asarray(done.accepted).sum() / (B * (n - 1)) < 0.9
 
 
+# --- Slack ---------------------------------------------------------------------------------------
+
+NARROW = dataclasses.replace(CONFIG, sliding_window=R - 4)  # leaves its rings a slack of 4
+
+
+def test_as_many_proposals_as_the_rings_have_slack():
+    """Rejected guesses fill every slot that no later token reads."""
+    for prompts, right in zip(BATCHES[4:], (0, 2, [0.7] * 4), strict=True):
+        controls = controls_of(prompts, options_of())
+        expected = decoded(prompts, controls, NARROW)
+        drafter = knowing(expected.tokens, right)
+        got = drafted(drafter, 4, prompts, controls, config=NARROW)
+        got.assert_same_text(expected)
+        assert_same_cache(got.kv, expected.kv, NARROW)
+
+
 # --- Refusals ------------------------------------------------------------------------------------
 
 
 def test_proposals_beyond_the_slack_are_refused():
     drafter = knowing([[0]], 1)
-    narrow = dataclasses.replace(CONFIG, sliding_window=R - 4)
-    for config, most in ((narrow, 4), (CONFIG, 15)):
+    for config, most in ((NARROW, 4), (CONFIG, 15)):
         state = init_state(config, 1, 64, slack=0)
         assert check_speculation(Speculation(drafter, most), state, config) == most
         assert check_speculation(Speculation(drafter, "auto"), state, config) == most
@@ -521,3 +417,24 @@ def test_proposals_beyond_the_slack_are_refused():
     forced = Speculation(drafter, "auto", Forced.at_rates([0.5, 0.25]))
     with pytest.raises(ValueError, match=r"'auto': Forced has probabilities .* give 2"):
         check_speculation(forced, state, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("config", "K", "slack", "most"), [(NARROW, 5, 4, 4), (CONFIG, 16, 48, 15)], ids=["5", "16"]
+)
+def test_the_loop_itself_refuses_them_too(config, K, slack, most):
+    """Such a step would run as a prompt's chunk, and could overwrite what is needed again."""
+    prompts, drafter = BATCHES[4], knowing([[0]] * 4, 1)
+    params, controls = small_model.params(), controls_of(prompts, options_of())
+    _, decode, last = begun(params, config, prompts, controls)
+    state = start(drafter, drafter.init(config, 4, 128), last, decode)
+    told = f"num_proposals = {K}: .* a slack of {slack} in its rings: give 0 to {most}, or .*slack"
+    for call in (
+        functools.partial(draft, params, config, drafter, state, 1),
+        functools.partial(
+            speculate, params, config, drafter, Exact(), state, 1, np.zeros(4, bool), size=SIZE
+        ),
+    ):
+        for wrong in (K, -1):
+            with pytest.raises(ValueError, match=told.replace(f"{K}:", f"{wrong}:")):
+                call(num_proposals=wrong)

@@ -25,7 +25,7 @@ from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.read_once import copy_once
 from pallas_kernels.row_copies import TILED
-from pallas_kernels.skinny_matmul.geometry import COLUMNS, STEP, Cut
+from pallas_kernels.streamed_product.geometry import COLUMNS, STEP, Cut
 from pallas_kernels.thread_stores import as_int32, store, where_below
 
 TILE_BYTES = STEP * COLUMNS * 2
