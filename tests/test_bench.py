@@ -57,15 +57,17 @@ def test_decode(capsys, tmp_path, monkeypatch, cold):
     monkeypatch.setitem(memory.READ_BANDWIDTH, jax.devices()[0].device_kind, BANDWIDTH)
     monkeypatch.setattr(calls, "REPEATS", 3)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    argv = ["--config", "small", "--batch", "2", "--context", "128", "--dtype", "float32"]
+    argv = ["--config", "small", "--batch", "2", "--context", "128", "64", "--dtype", "float32"]
     result, lines = measured(capsys, tmp_path, "decode", *argv)
     assert set(result) == {"benchmark", "environment", "rows"}
     assert result["benchmark"] == "decode"
     assert set(result["environment"]) == ENVIRONMENT
     assert result["environment"]["jax"] == jax.__version__
     assert result["environment"]["settings"]["NCCL_ALGO"] == "Ring"
-    (row,) = result["rows"]
-    assert (row["config"], row["batch"], row["context"]) == ("small", 2, 128)
+    row, other = result["rows"]
+    assert [r["context"] for r in (row, other)] == [128, 64]
+    assert other["kv_bytes"] < row["kv_bytes"]
+    assert (row["config"], row["batch"]) == ("small", 2)
     assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
     read = memory.step_bytes(CONFIG, 2, 128)
     assert row["weights_bytes"] == read.weights
@@ -79,7 +81,7 @@ def test_decode(capsys, tmp_path, monkeypatch, cold):
     assert row["peak_gb"] is None  # a CPU does not count
     assert row["large_copies"] == 0
     assert row["decode_vs_prefill"] < 1e-5
-    head, line = lines
+    head, line, _ = lines
     assert "× floor" in head
     assert len(head) == len(line)
     assert str(row["ms"]) in line.split()

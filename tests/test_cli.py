@@ -486,7 +486,7 @@ def test_bench_prints_a_table_and_writes_json(capsys, tmp_path, monkeypatch):
     assert json.loads(file.read_text()) == result
     argv = ["--config", "e2b", "12b", "--batch", "4", "--context", "99", "--dtype", "float32"]
     run(capsys, "bench", "decode", *argv)
-    assert seen == [(["31b"], [1, 8], 8192, "bfloat16"), (["e2b", "12b"], [4], 99, "float32")]
+    assert seen == [(["31b"], [1, 8], [8192], "bfloat16"), (["e2b", "12b"], [4], [99], "float32")]
 
 
 # --- The compilation cache -----------------------------------------------------------------------

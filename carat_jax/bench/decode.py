@@ -8,6 +8,7 @@ Calls of many steps follow each other without waiting (`bench.calls`).
 
 import argparse
 import dataclasses
+import itertools
 import math
 import re
 import statistics
@@ -52,10 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
+        nargs="+",
         type=int,
-        default=8192,
+        default=[8192],
         metavar="N",
-        help="tokens that each sequence looks back on (default 8192)",
+        help="one or more numbers of tokens that each sequence looks back on (default 8192)",
     )
     parser.add_argument(
         "--devices",
@@ -68,9 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures every (size, batch); see `table` for the fields."""
-    if args.context < 2 or min(args.batch) < 1:
-        raise ValueError(f"--context {args.context} must be at least 2, --batch at least 1")
+    """Measures every (size, batch, context); see `table` for the fields."""
+    shortest = min(args.context)
+    if shortest < 2 or min(args.batch) < 1:
+        raise ValueError(f"--context {shortest} must be at least 2, --batch at least 1")
     rows = []
     mesh = None if args.devices == 1 else sharding.mesh(model=args.devices)
     for name in args.config:
@@ -87,16 +90,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "decode_vs_prefill": float(f"{error:.2e}"),
             "void": not error <= LARGEST_ERROR,
         }
-        for batch in args.batch:
-            report.say(f"{name}: batch {batch}")
-            rows.append(shared | _measure(params, config, batch, args.context))
+        for batch, context in itertools.product(args.batch, args.context):
+            report.say(f"{name}: batch {batch}, context {context}")
+            rows.append(shared | _measure(params, config, batch, context))
         del params
         jax.clear_caches()
     return {"benchmark": "decode", "environment": report.environment(), "rows": rows}
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line for each (size, batch)."""
+    """One line for each (size, batch, context)."""
     columns = {
         "config": "config",
         "devices": "devices",
