@@ -22,7 +22,6 @@ from carat_jax.kv_state import KVState, LayerKV
 from carat_jax.layers import (
     Entry,
     add_and_enter,
-    enter,
     linear,
     rms_norm,
     total,
@@ -195,7 +194,7 @@ class Gemma4(nn.Module):
         angles = {spec.window: rope.angles(positions, spec) for spec in c.layers}
         stored = iter(state.layers) if state is not None else None
         written, keys = [], {}
-        y = enter(h, self.layers[0].entry, c.rms_norm_eps)
+        h, y = add_and_enter(None, h, None, self.layers[0].entry, c.rms_norm_eps)
         following = [*(block.entry for block in self.layers[1:]), Entry(self.norm, None)]
         for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)

@@ -19,11 +19,11 @@ MOST_PARTS = 8  # warpgroups of a row
 WARPS = 4  # of a warpgroup
 
 
-def check_rows(h: jax.Array, **others: jax.Array | PartialSums) -> None:
+def check_rows(h: jax.Array | PartialSums, **others: jax.Array | PartialSums | None) -> None:
     """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192, no
     rows."""
     for name, x in (("h", h), *others.items()):
-        if x.dtype != jnp.bfloat16:
+        if x is not None and x.dtype != jnp.bfloat16:
             raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
     D = h.shape[-1]
     if D % 256 or D > WIDEST:
@@ -82,10 +82,13 @@ class Row:
 
         Args:
           row: which one of h [M, D] and y [pieces, M, D].
+          h_ref, w_ref: None where the residual begins with y.
           which: 0 or 1, where the warpgroups meet. Not twice in succession in the same place: a
             slow one would read what a fast one has written since.
         """
         y = _rounded(add_up(self._load(y_ref.at[i, row, self.own]) for i in range(y_ref.shape[0])))
+        if h_ref is None:
+            return y
         h, w = self._load(h_ref.at[row, self.own]), self._load(w_ref.at[self.own])
         return _rounded(h + _rounded(self._norm(y, w, which, **scratch)))
 
@@ -103,6 +106,7 @@ class Row:
 
         Args:
           row: which one of h [M, D] and y [pieces, M, D].
+          h_ref, w_ref: as in `add`.
         """
         # On their way from the start.
         next_w = self._load(next_ref.at[self.own])

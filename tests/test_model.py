@@ -277,11 +277,12 @@ def test_the_state_is_donated():
 
 @each_model
 def test_norms_are_taken_together_with_the_products_after_them(name, monkeypatch):
-    """All but the first, whose residual is no sum, and the last, which no layer follows."""
-    matrices = []
+    """All but the last, which no layer follows; to the first residual nothing is added."""
+    matrices, added = [], []
 
     def spy(h, y, w, next_w, matrix, **more):
         matrices.append(matrix.shape)
+        added.append(h is not None)
         return residual_norm_matmul(h, y, w, next_w, matrix, **more)
 
     monkeypatch.setattr(layers, "residual_norm_matmul", spy)
@@ -296,4 +297,5 @@ def test_norms_are_taken_together_with_the_products_after_them(name, monkeypatch
         own = (1 if spec.shared_projection else 2) if spec.owns_kv else 0
         heads = spec.num_kv_heads * (spec.group + own)
         expected += [(D, heads * spec.head_dim), (D, 2 * spec.mlp_width)]
-    assert matrices == expected[1:]
+    assert matrices == expected
+    assert added == [False] + [True] * (len(expected) - 1)

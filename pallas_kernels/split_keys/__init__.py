@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
-from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import TILED, RowCopies
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import arrive, merge_splits
@@ -138,9 +137,7 @@ def _launch(
         thread_name="warpgroup",
         # Room for the most rows at once: a maximum in two goes costs two barriers more a tile.
         compiler_params=plgpu.CompilerParams(
-            reduction_scratch_bytes=128 * ROWS[-1],
-            approx_math=True,
-            lowering_semantics=SEMANTICS,
+            reduction_scratch_bytes=128 * ROWS[-1], approx_math=True
         ),
     )
 

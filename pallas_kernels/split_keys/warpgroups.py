@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.read_once import copy_once
 from pallas_kernels.split_keys.geometry import CHUNK, TILE, Shape, item, items, mask
 
 # A masked score is lower than the start of the running maximum, so that its weight is exactly 0.
@@ -64,7 +63,7 @@ def copy_tiles(
                     plgpu.barrier_wait(free.at[slot])
 
                 source = tile_chunk(group, first + i, chunk)
-                copy_once(source, tiles.at[slot], full.at[slot], interpreted=s.interpreted)
+                plgpu.copy_gmem_to_smem(source, tiles.at[slot], full.at[slot])
 
             pl.when((i == 0) & ~queries_first)(load_queries)
             return 0
