@@ -7,8 +7,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.combine_experts import mosaic, xla
 from pallas_kernels.partial_sums import PartialSums
 
-# Best first by prediction: the kernel has not been measured. Through XLA: the small kernels of a
-# step of 26B-A4B in `carat bench decode --config 26b-a4b`, benchmarks/h200/decode_26b-a4b.json.
+# Best first by prediction only. What it is to beat: `carat bench decode --config 26b-a4b` with this
+# done by XLA, benchmarks/h200/decode_26b-a4b.json (879781d).
 IMPLEMENTATIONS = {"mosaic": mosaic.combine_experts, "xla": xla.combine_experts}
 
 

@@ -109,6 +109,7 @@ def _launch(
             def _():
                 widths = pl.ds(place, DEPTH)
                 plgpu.copy_gmem_to_smem(router_ref.at[widths, columns], matrix, full)
+                plgpu.commit_smem()  # a barrier, lest ptxas ask for the tile after the row
 
             each_row(M, multiply)
 

@@ -1,6 +1,9 @@
 """combine_experts against float64; its kernel in the interpreter, and lowered for an H200."""
 
 import functools
+import re
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +12,16 @@ import pytest
 from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from carat_jax.config import GemmaConfig
+from carat_jax.kv_state import abstract_state
+from carat_jax.model import forward
+from carat_jax.params import abstract_params
 from pallas_kernels import PartialSums, Unsupported, combine_experts, dispatch, row_norm
 from pallas_kernels.combine_experts import IMPLEMENTATIONS, mosaic, xla
 
 EPS = 1e-6
 BF16 = jnp.dtype(jnp.bfloat16)
-D, EXPERTS, PIECES = 2816, 8, 6  # of 26B-A4B; pieces of y on 132 multiprocessors
+D, EXPERTS, PIECES = 2816, 8, 4  # of 26B-A4B; pieces of y on 132 multiprocessors
 # On a GPU XLA leaves out the roundings in between, and it is XLA that the interpreter runs on.
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates the kernel")
 
@@ -47,7 +54,7 @@ def of_rows(arrays: list, chosen: slice) -> list:
 
 
 def expected(y, w, rows, place, share, experts_w):
-    """float64, rounded where the contract rounds; and each norm, which is rounded, for the limit."""
+    """float64, rounded where the contract rounds; and what the two norms come to, for the limit."""
     dtype = y.dtype
 
     def rounded(x):
@@ -166,6 +173,23 @@ def test_lowers_for_an_h200_at_the_published_shape(M):
     text = lowered(M, D, EXPERTS, "mosaic")
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "gather" not in text
+
+
+def test_a_token_passes_its_layers_through_kernels_alone():
+    """Of 26B-A4B: twelve a layer, and XLA has the embedding, the first norm, angles and the cap."""
+    whole = GemmaConfig.preset("26b-a4b")
+    kinds = whole.layer_types[0], whole.layer_types[-1]
+    config = replace(whole, num_hidden_layers=2, layer_types=kinds, vocab_size=16384)
+    text = lower_for_h200(
+        lambda params, tokens, state: forward(params, config, tokens, state),
+        abstract_params(config),
+        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        abstract_state(config, 1, 4096),
+    )
+    ops = Counter(re.findall(r"stablehlo\.(\w+)", text))
+    assert not ops.keys() & {"sort", "scatter", "dot_general", "concatenate", "dynamic_slice"}
+    assert [ops[name] for name in ("rsqrt", "reduce", "tanh")] == [1, 1, 1]
+    assert text.count("= call @_launch") == 2 * 12 + 2  # and the first product, and the head
 
 
 def test_what_the_kernel_refuses_is_left_to_xla():
