@@ -83,6 +83,12 @@ def assert_right(actual, arrays):
     assert (error <= 1.5 * unit * (size + least)).all(), (error / (size + least)).max()
 
 
+def assert_rounded_as_told(actual, arrays):
+    """All but a few that lie near the middle between two numbers; XLA may leave out a rounding."""
+    wanted = jnp.asarray(expected(*arrays)[0], actual.dtype)
+    assert (actual == wanted).mean() > 0.98
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("M", "k", "pieces"), [(1, 1, 1), (1, 4, 1), (5, 3, 3), (20, 2, 1)])
 def test_none_against_float64(dtype, M, k, pieces):
@@ -98,7 +104,9 @@ def test_mosaic_interpreted(monkeypatch, M, k, pieces, parts, ordered):
     monkeypatch.setattr(row_norm, "MOST_PARTS", parts)
     arrays = inputs(M, 512, k, pieces)
     arrays[3] = None if ordered else arrays[3]
-    assert_right(simulated(*arrays, eps=EPS), arrays)
+    out = simulated(*arrays, eps=EPS)
+    assert_right(out, arrays)
+    assert_rounded_as_told(out, arrays)
 
 
 @on_a_cpu
@@ -147,6 +155,7 @@ def test_mosaic_on_a_gpu(D, k, pieces, M):
     arrays = inputs(M, D, k, pieces)
     together = run(*arrays)
     assert_right(together, arrays)
+    assert_rounded_as_told(together, arrays)
     for i in {0, M // 2, M - 1}:
         alone = run(*of_rows(arrays, slice(i, i + 1)))
         np.testing.assert_array_equal(alone, together[i : i + 1])
