@@ -143,8 +143,9 @@ def exact_logits(name: str) -> np.ndarray:
 )
 def test_verifying_gives_the_bits_of_decoding(name, rows):
     """What makes speculation choose the tokens of plain decoding in bfloat16 too. Every product of
-    these is large enough for `skinny_matmul`, or in `per_layer_input` or `expert_inputs`, which leave
-    more than 16 rows to XLA. A row alone is decoded by kernels of its own, those of `residual_norm_matmul`."""
+    these is large enough for `skinny_matmul`, or in `per_layer_input` or `expert_inputs`, which
+    leave more than 16 rows to XLA. A row alone is decoded by kernels of its own, those of
+    `residual_norm_matmul`."""
     config = CONFIGS[name]
     tokens, lengths = tokens_of(config), prompt_lengths(config)
 
