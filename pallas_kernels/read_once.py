@@ -1,9 +1,8 @@
-"""Copies to shared memory of what a step reads once: weights.
+"""Copies to shared memory of what a step reads once: weights, most keys and values.
 
 A step reads gigabytes once and megabytes again and again: the residual, the pieces of a product,
-the weights of norms; a drafter, keys and values of its target. In the order of their reading all
-of it would be gone from L2 before it is read again; marked to be evicted first, what is read once
-makes room for itself.
+the weights of norms. In the order of their reading all of it would be gone from L2 before it is
+read again; marked to be evicted first, what is read once makes room for itself.
 """
 
 from typing import Any

@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
+from pallas_kernels.read_once import SEMANTICS
 from pallas_kernels.row_copies import TILED, RowCopies
 from pallas_kernels.split_keys.geometry import CHUNK, ROWS, TILE, Shape
 from pallas_kernels.split_keys.merge import arrive, merge_splits
@@ -49,6 +50,7 @@ def split_attention(
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
     window: int | None = None,
+    reread: bool = False,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -76,7 +78,8 @@ def split_attention(
             f"head width {H} must be 256 or 512, rotated widths {P} of a compact cache {CHUNK}, "
             f"slots {slots} a multiple of {TILE}"
         )
-    shape = Shape(B, T, K, N // K, H, P, slots, window, cores, interpreted=interpret is not None)
+    interpreted = interpret is not None
+    shape = Shape(B, T, K, N // K, H, P, slots, window, cores, interpreted, reread)
     queries = [by_group(x, shape) for x in (q, q_rotated) if x is not None]
     caches = [x for x in (k, k_rotated, v) if x is not None]
     return _launch(shape, interpret, length.astype(jnp.int32), queries, caches)
@@ -137,7 +140,9 @@ def _launch(
         thread_name="warpgroup",
         # Room for the most rows at once: a maximum in two goes costs two barriers more a tile.
         compiler_params=plgpu.CompilerParams(
-            reduction_scratch_bytes=128 * ROWS[-1], approx_math=True
+            reduction_scratch_bytes=128 * ROWS[-1],
+            approx_math=True,
+            lowering_semantics=SEMANTICS,
         ),
     )
 
