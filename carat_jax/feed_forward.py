@@ -1,14 +1,22 @@
 """The feed-forward half of a decoder layer: the dense MLP and the mixture of experts."""
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from carat_jax.config import GemmaConfig
-from carat_jax.layers import linear, linear_share, rms_norm, weight
+from carat_jax.layers import linear_share, weight
 from carat_jax.sharding import MODEL
-from pallas_kernels import PartialSums, choose_experts, expert_matmul, gated_gelu
+from pallas_kernels import (
+    PartialSums,
+    choose_experts,
+    expert_inputs,
+    expert_matmul,
+    gated_gelu,
+)
 
 
 class MLP(nn.Module):
@@ -33,12 +41,26 @@ class MLP(nn.Module):
         return linear_share(gated_gelu(y), self.down, self.shards)
 
 
+class Visits(NamedTuple):
+    """What the experts made of M tokens, each of which visits k, for `combine_experts`.
+
+    Attributes:
+      rows: [M · k, D], one for each visit.
+      place: int32 [M, k], which row is whose; None: in the order of tokens.
+      share: float32 [M, k], by which a row is weighed.
+    """
+
+    rows: jax.Array
+    place: jax.Array | None
+    share: jax.Array
+
+
 class Experts(nn.Module):
     """Mixture of experts: a float32 router and E gated MLPs, of which each token visits k.
 
     Weights: router [D, E], router_scale [D], per_expert_scale [E], gate_up [E, D, 2, F],
     down [E, F, D]. On a mesh a device has a share of the experts (E of the last two is less) and
-    the whole router, and its output is a share of the sum.
+    the whole router; the rows of experts of other devices are zeros there.
     """
 
     config: GemmaConfig
@@ -54,27 +76,18 @@ class Experts(nn.Module):
         self.gate_up = weight(self, "gate_up", (E, D, 2, F), c)
         self.down = weight(self, "down", (E, F, D), c)
 
-    def __call__(self, x: jax.Array, residual: jax.Array) -> jax.Array:
-        """Runs x [B, T, D] through the experts that `residual` [B, T, D] chooses: float32, for
-        `total`.
+    def __call__(self, residual: jax.Array, norm: jax.Array) -> Visits:
+        """Runs residual [B, T, D] through the experts that it chooses.
 
-        The router reads the residual under a norm without weight, the experts read x.
+        The experts read it under a norm of weight `norm` [D], the router under one of its own.
         """
-        B, T, D = x.shape
-        index, share = self._route(residual.reshape(B * T, D))
+        c, h = self.config, residual.reshape(-1, residual.shape[-1])
+        x, logits = expert_inputs(h, norm, self.router_scale, self.router, eps=c.rms_norm_eps)
+        index, share = choose_experts(logits, self.per_expert_scale, k=c.top_k_experts)
         self.sow("intermediates", "router", (index, share))
         if self.shards > 1:
             index = _of_this_device(index, len(self.down))
-        x = x.reshape(B * T, D)
-        y = _visit(x, index, share, self.gate_up, self.down, self.shards > 1)
-        return y.reshape(B, T, D)
-
-    def _route(self, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """For [M, D]: expert ids int32 [M, k] and their weights float32 [M, k]."""
-        c = self.config
-        r = rms_norm(residual, None, c.rms_norm_eps) * self.router_scale
-        logits = linear(r * c.hidden_size**-0.5, self.router, jnp.float32)
-        return choose_experts(logits, self.per_expert_scale, k=c.top_k_experts)
+        return Visits(*_visit(x, index, self.gate_up, self.down, self.shards > 1), share)
 
 
 def _of_this_device(index: jax.Array, E: int) -> jax.Array:
@@ -84,30 +97,23 @@ def _of_this_device(index: jax.Array, E: int) -> jax.Array:
 
 
 def _visit(
-    x: jax.Array,
-    index: jax.Array,
-    share: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    absent: bool,
-) -> jax.Array:
-    """[M, D] -> float32 [M, D]: the experts `index` [M, k] of each token, weighed by `share`.
+    x: jax.Array, index: jax.Array, gate_up: jax.Array, down: jax.Array, absent: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the experts `index` [M, k] make of each row of x [M, D]: rows and places of `Visits`.
 
-    `absent`: some have the index E, and add nothing.
+    `absent`: some have the index E, and give zeros.
     """
     M, k = index.shape
-    expert, visit = index.reshape(-1), jnp.arange(M * k)
-    x = x.astype(gate_up.dtype)
-    if M == 1:  # k different experts: there is nothing to bring together
-        rows = jnp.broadcast_to(x, (k, x.shape[1]))
-    else:
+    x, expert, place = x.astype(gate_up.dtype), index.reshape(-1), None
+    if M > 1:  # else k different experts: there is nothing to bring together
         # Sorted by expert, then by visit, as one array: cheaper than an argsort.
+        visit = jnp.arange(M * k)
         expert, visit = jnp.divmod(jnp.sort(expert * (M * k) + visit), M * k)
-        rows = x[visit // k]
-    y = expert_matmul(rows, gate_up, expert, absent=absent)
+        x = x[visit // k]
+        place = jnp.zeros_like(visit).at[visit].set(jnp.arange(M * k), unique_indices=True)
+        place = place.reshape(M, k)
+    y = expert_matmul(x, gate_up, expert, absent=absent)
     y = expert_matmul(y, down, expert, absent=absent)
     if absent:
         y = jnp.where((expert < len(down))[:, None], y, 0)
-    if M > 1:
-        y = y[jnp.zeros_like(visit).at[visit].set(jnp.arange(M * k), unique_indices=True)]
-    return (y.astype(jnp.float32).reshape(M, k, -1) * share[..., None]).sum(1)
+    return y, place

@@ -87,16 +87,10 @@ class Entry(NamedTuple):
     matrix: jax.Array | None
 
 
-def enter(h: jax.Array, entry: Entry, eps: float) -> jax.Array | PartialSums:
-    """What the reader reads of the residual h [..., D]."""
-    x = rms_norm(h, entry.norm, eps).astype(h.dtype)
-    return x if entry.matrix is None else linear(x, entry.matrix, partial=True)
-
-
 def add_and_enter(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     entry: Entry,
     eps: float,
     scale: jax.Array | None = None,
@@ -104,18 +98,19 @@ def add_and_enter(
     """Adds the normed output y [..., D] of a sublayer to the residual h.
 
     Args:
-      w: [D] of the norm of y.
+      h: [..., D]; None where the residual begins, with y itself.
+      w: [D] of the norm of y; None with h.
       entry: of what reads the sum next.
       scale: [1], multiplies the sum; None = 1.
 
     Returns:
-      The new residual, and what `enter` gives of it.
+      The new residual, and what its reader reads of it.
     """
     if entry.matrix is None:
         return residual_norm(h, y, w, entry.norm, eps=eps, scale=scale)
-    D, shape = h.shape[-1], entry.matrix.shape[1:]
+    D, shape = y.shape[-1], entry.matrix.shape[1:]
     new, product = residual_norm_matmul(
-        h.reshape(-1, D),
+        h if h is None else h.reshape(-1, D),
         y.reshape(-1, D),
         w,
         entry.norm,
@@ -125,7 +120,7 @@ def add_and_enter(
         scale=scale,
         partial=True,
     )
-    return new.reshape(h.shape), product.reshape(*h.shape[:-1], *shape)
+    return new.reshape(y.shape), product.reshape(*y.shape[:-1], *shape)
 
 
 def rms_norm(x: jax.Array, w: jax.Array | None, eps: float) -> jax.Array:

@@ -17,12 +17,11 @@ from jax import lax
 from carat_jax import display, kv_state, rope, sharding
 from carat_jax.attention import Attention, Keys, Step
 from carat_jax.config import GemmaConfig, LayerSpec
-from carat_jax.feed_forward import MLP, Experts
+from carat_jax.feed_forward import MLP, Experts, Visits
 from carat_jax.kv_state import KVState, LayerKV
 from carat_jax.layers import (
     Entry,
     add_and_enter,
-    enter,
     linear,
     rms_norm,
     total,
@@ -30,7 +29,8 @@ from carat_jax.layers import (
     whole,
 )
 from carat_jax.sharding import MODEL
-from pallas_kernels import PartialSums, per_layer_input, summed
+from pallas_kernels import PartialSums, combine_experts, per_layer_input
+from pallas_kernels.combine_experts.xla import weighed
 
 Params = dict[str, Any]
 
@@ -116,11 +116,7 @@ class Block(nn.Module):
             if not c.num_experts:
                 (y,) = total(self.shards, h.dtype, y)
             else:
-                y = summed(y)
-                m = self.experts(self._norm(h, self.pre_feedforward_layernorm_2), h)
-                y, m = total(self.shards, h.dtype, y, m)
-                y = self._norm(y, self.post_feedforward_layernorm_1)
-                y = y + self._norm(m.astype(h.dtype), self.post_feedforward_layernorm_2)
+                y = self._combine(h, y, self.experts(h, self.pre_feedforward_layernorm_2))
         w = self.post_feedforward_layernorm
         if per_layer_inputs is not None:
             with jax.named_scope("per_layer_input"):
@@ -128,6 +124,21 @@ class Block(nn.Module):
                 w = self.post_per_layer_input_norm
         h, y = add(h, y, w, following, scale=self.layer_scalar)
         return h, y, kv, keys
+
+    def _combine(self, h: jax.Array, y: jax.Array | PartialSums, visits: Visits) -> jax.Array:
+        """What the MLP, y, and the experts give, each under a norm; like the residual h."""
+        y = y.reshape(-1, h.shape[-1])
+        if self.shards > 1:  # what comes of the experts is one row for each token
+            y, m = total(self.shards, h.dtype, y, weighed(*visits))
+            visits = Visits(m, None, jnp.ones((len(m), 1), jnp.float32))
+        y = combine_experts(
+            y,
+            self.post_feedforward_layernorm_1,
+            *visits,
+            self.post_feedforward_layernorm_2,
+            eps=self.config.rms_norm_eps,
+        )
+        return y.reshape(h.shape)
 
     def _gate_input(
         self, h: jax.Array, y: jax.Array | PartialSums, w: jax.Array, inputs: jax.Array
@@ -145,9 +156,6 @@ class Block(nn.Module):
             eps=self.config.rms_norm_eps,
         )
         return new.reshape(h.shape), product.reshape(h.shape)
-
-    def _norm(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        return rms_norm(x, w, self.config.rms_norm_eps).astype(x.dtype)
 
 
 class Gemma4(nn.Module):
@@ -195,7 +203,7 @@ class Gemma4(nn.Module):
         angles = {spec.window: rope.angles(positions, spec) for spec in c.layers}
         stored = iter(state.layers) if state is not None else None
         written, keys = [], {}
-        y = enter(h, self.layers[0].entry, c.rms_norm_eps)
+        h, y = add_and_enter(None, h, None, self.layers[0].entry, c.rms_norm_eps)
         following = [*(block.entry for block in self.layers[1:]), Entry(self.norm, None)]
         for spec, block, after in zip(c.layers, self.layers, following, strict=True):
             self.sow("intermediates", "hidden_states", h)

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.partial_sums import PartialSums
+
 Implementation = Callable[..., Any]
 
 HOPPER = ("NVIDIA H100", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200")
@@ -71,7 +73,7 @@ def _differentiable(
             return run(args, arrays), (args, arrays)
 
         def backward(inputs, cotangent):
-            return jax.vjp(reference, *inputs)[1](cotangent)
+            return jax.vjp(reference, *inputs)[1](_of_sums(cotangent))
 
         run.defvjp(forward, backward)
         return run(args, arrays)
@@ -79,6 +81,15 @@ def _differentiable(
     if name == last:
         return lambda args, kwargs: implementations[name](*args, **kwargs)
     return call
+
+
+def _of_sums(cotangent: Any) -> Any:
+    """A cotangent of whole arrays, which the reference has: each piece of a sum has the sum's."""
+
+    def whole(x):
+        return x.parts[0].astype(x.dtype) if isinstance(x, PartialSums) else x
+
+    return jax.tree.map(whole, cotangent, is_leaf=lambda x: isinstance(x, PartialSums))
 
 
 def thread_blocks(blocks: int | None, interpret: Any) -> int:

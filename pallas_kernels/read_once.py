@@ -1,4 +1,4 @@
-"""Copies to shared memory of what a step reads once: weights, keys and values.
+"""Copies to shared memory of what a step reads once: weights, most keys and values.
 
 A step reads gigabytes once and megabytes again and again: the residual, the pieces of a product,
 the weights of norms. In the order of their reading all of it would be gone from L2 before it is

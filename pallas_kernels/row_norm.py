@@ -19,11 +19,11 @@ MOST_PARTS = 8  # warpgroups of a row
 WARPS = 4  # of a warpgroup
 
 
-def check_rows(h: jax.Array, **others: jax.Array | PartialSums) -> None:
+def check_rows(h: jax.Array | PartialSums, **others: jax.Array | PartialSums | None) -> None:
     """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192, no
     rows."""
     for name, x in (("h", h), *others.items()):
-        if x.dtype != jnp.bfloat16:
+        if x is not None and x.dtype != jnp.bfloat16:
             raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
     D = h.shape[-1]
     if D % 256 or D > WIDEST:
@@ -42,11 +42,14 @@ class Row:
       D: its width.
       eps: added to the mean square.
       interpreted: on a CPU.
+      sides: rows that the block has at once, 1 or 2: of so many times `parts` warpgroups the first
+        `parts` have one, the others the other.
     """
 
     D: int
     eps: float
     interpreted: bool
+    sides: int = 1
 
     @property
     def parts(self) -> int:
@@ -63,15 +66,21 @@ class Row:
         return plgpu.Layout.WG_STRIDED((self.width,), vec_size=vector)
 
     @property
+    def part(self) -> Any:
+        """The part of its row that the warpgroup that asks has."""
+        part = lax.axis_index("part")
+        return part if self.sides == 1 else lax.rem(part, self.parts)
+
+    @property
     def own(self) -> Any:
         """The widths of the warpgroup that asks."""
-        return pl.ds(lax.axis_index("part") * self.width, self.width)
+        return pl.ds(self.part * self.width, self.width)
 
     def scratch(self) -> dict[str, Any]:
-        """Types of what `add` and `add_and_norm` take as keywords."""
+        """Types of what `add`, `add_and_norm` and `norm` take as keywords."""
         return {
             "sums": plgpu.SMEM((2, self.parts), jnp.float32),
-            "warp_sums": plgpu.SMEM((self.parts, WARPS), jnp.float32),
+            "warp_sums": plgpu.SMEM((self.sides * self.parts, WARPS), jnp.float32),
             "meet": plgpu.Barrier(num_barriers=2, num_arrivals=self.parts),
         }
 
@@ -82,12 +91,15 @@ class Row:
 
         Args:
           row: which one of h [M, D] and y [pieces, M, D].
+          h_ref, w_ref: None where the residual begins with y.
           which: 0 or 1, where the warpgroups meet. Not twice in succession in the same place: a
             slow one would read what a fast one has written since.
         """
-        y = _rounded(add_up(self._load(y_ref.at[i, row, self.own]) for i in range(y_ref.shape[0])))
-        h, w = self._load(h_ref.at[row, self.own]), self._load(w_ref.at[self.own])
-        return _rounded(h + _rounded(self._norm(y, w, which, **scratch)))
+        y = rounded(add_up(self.load(y_ref.at[i, row, self.own]) for i in range(y_ref.shape[0])))
+        if h_ref is None:
+            return y
+        h, w = self.load(h_ref.at[row, self.own]), self.load(w_ref.at[self.own])
+        return rounded(h + rounded(self.norm(y, w, which, **scratch)))
 
     def add_and_norm(
         self,
@@ -103,33 +115,40 @@ class Row:
 
         Args:
           row: which one of h [M, D] and y [pieces, M, D].
+          h_ref, w_ref: as in `add`.
         """
         # On their way from the start.
-        next_w = self._load(next_ref.at[self.own])
+        next_w = self.load(next_ref.at[self.own])
         scales = [ref[0].astype(jnp.float32) for ref in scale_refs]
         h = self.add(row, h_ref, y_ref, w_ref, **scratch)
         for scale in scales:
-            h = _rounded(h * scale)
-        return h.astype(jnp.bfloat16), self._norm(h, next_w, 1, **scratch).astype(jnp.bfloat16)
+            h = rounded(h * scale)
+        return h.astype(jnp.bfloat16), self.norm(h, next_w, 1, **scratch).astype(jnp.bfloat16)
 
-    def _load(self, ref: Any) -> jax.Array:
+    def load(self, ref: Any) -> jax.Array:
+        """What a warpgroup has of a row, float32 in `layout`."""
         return plgpu.load(ref, layout=self.layout).astype(jnp.float32)
 
-    def _norm(
+    def norm(
         self, x: jax.Array, w: jax.Array, which: Any, *, sums: Any, warp_sums: Any, meet: Any
     ) -> jax.Array:
+        """norm(x, w), float32 and not rounded, of a warpgroup's own widths in `layout`.
+
+        Args:
+          which: as in `add`; of two sides each has a place to itself.
+        """
         sum_squares = _sum_squares_interpreted if self.interpreted else _sum_squares(self.layout)
-        part = lax.axis_index("part")
-        total = sum_squares(x, warp_sums.at[part])
+        total = sum_squares(x, warp_sums.at[lax.axis_index("part")])
         if self.parts > 1:  # every warpgroup adds up the sums of all, in the same order
-            sums[which, part] = total
+            sums[which, self.part] = total
             plgpu.barrier_arrive(meet.at[which])
             plgpu.barrier_wait(meet.at[which])
             total = sum(sums[which, i] for i in range(self.parts))
         return x * lax.rsqrt(total / self.D + self.eps) * w
 
 
-def _rounded(x: jax.Array) -> jax.Array:
+def rounded(x: jax.Array) -> jax.Array:
+    """To bfloat16, and float32 again."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 

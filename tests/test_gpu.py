@@ -49,7 +49,11 @@ CONFIGS = {
     "26b-a4b": small("26b-a4b", 6, num_experts=8, top_k_experts=8, moe_intermediate_size=256),
     "e4b": small("e4b", 12, num_kv_shared_layers=6, vocab_size_per_layer_input=4096),
 }
-each_config = pytest.mark.parametrize("name", CONFIGS)
+each_config = pytest.mark.parametrize("name", list(CONFIGS))
+# One that chooses, for the router's kernel: to the bit, so that nothing hangs on rounding.
+CONFIGS["128 experts"] = small(
+    "26b-a4b", 6, num_experts=128, top_k_experts=8, moe_intermediate_size=256
+)
 
 CAPACITY = 2304
 CHUNK = 576  # tokens that a prompt is fed in at once
@@ -134,12 +138,14 @@ def exact_logits(name: str) -> np.ndarray:
         pytest.param("31b", slice(None), id="31b-all"),
         pytest.param("31b", slice(5, 6), id="31b-one"),
         pytest.param("e4b", slice(5, 6), id="e4b-one"),
+        pytest.param("128 experts", slice(5, 6), id="26b-a4b-one"),
     ],
 )
 def test_verifying_gives_the_bits_of_decoding(name, rows):
     """What makes speculation choose the tokens of plain decoding in bfloat16 too. Every product of
-    these is large enough for `skinny_matmul`, or in `per_layer_input`, which leaves more than 16
-    rows to XLA. A row alone is decoded by kernels of its own, those of `residual_norm_matmul`."""
+    these is large enough for `skinny_matmul`, or in `per_layer_input` or `expert_inputs`, which
+    leave more than 16 rows to XLA. A row alone is decoded by kernels of its own, those of
+    `residual_norm_matmul`."""
     config = CONFIGS[name]
     tokens, lengths = tokens_of(config), prompt_lengths(config)
 

@@ -21,7 +21,7 @@ from fixture_models import (
     step,
 )
 
-from carat_jax import layers
+from carat_jax import attention, layers
 from carat_jax.attention import Keys
 from carat_jax.config import FULL, PRESETS, GemmaConfig
 from carat_jax.model import embedding_scale, forward, hidden_states
@@ -277,11 +277,12 @@ def test_the_state_is_donated():
 
 @each_model
 def test_norms_are_taken_together_with_the_products_after_them(name, monkeypatch):
-    """All but the first, whose residual is no sum, and the last, which no layer follows."""
-    matrices = []
+    """All but the last, which no layer follows; to the first residual nothing is added."""
+    matrices, added = [], []
 
     def spy(h, y, w, next_w, matrix, **more):
         matrices.append(matrix.shape)
+        added.append(h is not None)
         return residual_norm_matmul(h, y, w, next_w, matrix, **more)
 
     monkeypatch.setattr(layers, "residual_norm_matmul", spy)
@@ -296,4 +297,27 @@ def test_norms_are_taken_together_with_the_products_after_them(name, monkeypatch
         own = (1 if spec.shared_projection else 2) if spec.owns_kv else 0
         heads = spec.num_kv_heads * (spec.group + own)
         expected += [(D, heads * spec.head_dim), (D, 2 * spec.mlp_width)]
-    assert matrices == expected[1:]
+    assert matrices == expected
+    assert added == [False] + [True] * (len(expected) - 1)
+
+
+@each_model
+def test_keys_and_values_that_layers_are_lent_may_stay_in_the_cache(name, monkeypatch):
+    """Those of a layer's own are read once in a step."""
+    reread = []
+
+    def spy(op):
+        def call(*args, **more):
+            reread.append(more["reread"])
+            return op(*args, **more)
+
+        return call
+
+    for op in ("ring_attention", "global_attention"):
+        monkeypatch.setattr(attention, op, spy(getattr(attention, op)))
+    m = model(name)
+    jax.eval_shape(
+        lambda state: forward(m.params, m.config, jnp.zeros((1, 1), jnp.int32), state),
+        empty(m, 1),
+    )
+    assert reread == [not spec.owns_kv for spec in m.config.layers]

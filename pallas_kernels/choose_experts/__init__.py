@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.choose_experts import mosaic, xla
+from pallas_kernels.partial_sums import PartialSums
 
 # Best first; not measured apart. `carat bench decode --config 26b-a4b`, benchmarks/h200: through
 # XLA "before" in kernels_31b.json (b7552ee); decode_26b-a4b.json (879781d), with more in it, since.
@@ -12,7 +13,7 @@ IMPLEMENTATIONS = {"mosaic": mosaic.choose_experts, "xla": xla.choose_experts}
 
 
 def choose_experts(
-    logits: jax.Array,
+    logits: jax.Array | PartialSums,
     scale: jax.Array,
     *,
     k: int,

@@ -26,7 +26,7 @@ def expert_matmul(
     implementation can keep that; "mosaic" keeps it for any other rows and any number of them.
 
     Args:
-      x: [n, D], n >= 1.
+      x: [n, D], n >= 1; or [1, D], which is then each of the n rows.
       w: [E, D, F], or [E, D, 2, F] for gated experts: a gate matrix and an up matrix, and the
         result is gelu(x · gate) · (x · up), with the tanh form of GELU.
       index: int32 [n], in [0, E).
@@ -50,7 +50,8 @@ def expert_matmul(
         raise ValueError(f"w {w.shape} [E, D, 2, F] must hold 2 matrices for each expert")
     if x.dtype != w.dtype:
         raise ValueError(f"x {x.dtype} and w {w.dtype} must have the same dtype")
-    if index.shape != x.shape[:1] or not jnp.issubdtype(index.dtype, jnp.integer):
+    fits = index.ndim == 1 and index.size and len(x) in (1, len(index))
+    if not fits or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"index {index.shape} {index.dtype} must be integer [n] = [{len(x)}]")
     return dispatch.run(
         IMPLEMENTATIONS, implementation, x, w, index.astype(jnp.int32), absent=absent

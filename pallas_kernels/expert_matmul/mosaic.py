@@ -49,13 +49,18 @@ def expert_matmul(
         require_hopper()
     if x.dtype != jnp.bfloat16:
         raise Unsupported(f"x and w are {x.dtype}, this takes bfloat16")
-    (n, D), (E, F) = x.shape, (w.shape[0], w.shape[-1])
+    n, (E, D, *_, F) = len(index), w.shape
     if D % STEP or F % COLUMNS:
         raise Unsupported(f"w {w.shape}: D must be a multiple of {STEP} and F of {COLUMNS}")
     height = tile_height(n, E)
     tiles = cut(index, height, E, absent)
-    x = jnp.pad(x, ((0, -n % height), (0, 0)))
-    return _launch(x, w, index, tiles, height, _stages(D, height, w.ndim == 4), interpret)[:n]
+    shared = len(x) == 1 and n <= height
+    if not shared:
+        x = jnp.broadcast_to(x, (n, D))
+    if not shared or interpret is not None:  # a GPU's copies fill up one row with zeros themselves
+        x = jnp.pad(x, ((0, -len(x) % height), (0, 0)))
+    stages = _stages(D, height, w.ndim == 4)
+    return _launch(x, w, index, tiles, height, stages, shared, interpret)[:n]
 
 
 def _stages(D: int, height: int, gated: bool) -> int:
@@ -65,7 +70,7 @@ def _stages(D: int, height: int, gated: bool) -> int:
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _launch(
     x: jax.Array,
     w: jax.Array,
@@ -73,9 +78,15 @@ def _launch(
     tiles: Tiles,
     height: int,
     stages: int,
+    shared: bool,
     interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-    (n, D), F, gated = x.shape, w.shape[-1], w.ndim == 4
+    """Of n rows, filled up to a multiple of the height.
+
+    Args:
+      shared: x has one row, alone in the only block of rows; each tile is that row's.
+    """
+    n, (_, D, *_, F), gated = -(-len(index) // height) * height, w.shape, w.ndim == 4
 
     def body(x_ref, w_ref, index_ref, first_ref, count_ref, out_ref, out_smem):
         tile, part = lax.axis_index("tile"), lax.axis_index("slice")
@@ -111,7 +122,8 @@ def _launch(
             _transposed(out_smem)[...] = y.astype(out_ref.dtype)
             plgpu.commit_smem()
             columns = pl.ds(part * COLUMNS, COLUMNS)
-            _store_rows(out_smem, out_ref.at[:, columns], block * height, first, count)
+            start = first if shared else block * height
+            _store_rows(out_smem, out_ref.at[:, columns], start, first, count)
 
     return plgpu.kernel(
         body,

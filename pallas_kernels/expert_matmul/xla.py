@@ -14,7 +14,8 @@ def expert_matmul(
     x: jax.Array, w: jax.Array, index: jax.Array, *, absent: bool = False
 ) -> jax.Array:
     """See `pallas_kernels.expert_matmul.expert_matmul`."""
-    (n, D), (E, F) = x.shape, (w.shape[0], w.shape[-1])
+    n, (E, D, *_, F) = len(index), w.shape
+    x = jnp.broadcast_to(x, (n, D))
     height = tile_height(n, E)
     tiles = cut(index, height, E, absent)
     blocks = jnp.pad(x, ((0, -n % height), (0, 0))).reshape(-1, height, D)

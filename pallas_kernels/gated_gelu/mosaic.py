@@ -29,8 +29,8 @@ def gated_gelu(y: jax.Array | PartialSums, *, interpret: Any = None) -> jax.Arra
       interpret: `plgpu.InterpretGPUParams()` runs on a CPU.
 
     Raises:
-      Unsupported: another device, another dtype than bfloat16, F no multiple of 256, more than
-        64 rows.
+      Unsupported: another device, another dtype than bfloat16, F no multiple of 64 or below 256,
+        more than 64 rows.
     """
     if interpret is None:
         require_hopper()
@@ -38,8 +38,10 @@ def gated_gelu(y: jax.Array | PartialSums, *, interpret: Any = None) -> jax.Arra
     M = y.size // (2 * F)
     if y.dtype != BF16:
         raise Unsupported(f"y is {y.dtype}, this takes bfloat16")
-    if F % COLUMNS or M > MOST_ROWS:
-        raise Unsupported(f"y {y.shape}: takes up to {MOST_ROWS} rows, F a multiple of {COLUMNS}")
+    if F % 64 or F < COLUMNS or M > MOST_ROWS:
+        raise Unsupported(
+            f"y {y.shape}: takes up to {MOST_ROWS} rows, F a multiple of 64 from {COLUMNS} on"
+        )
     out = _launch(interpret, pieces(y).reshape(-1, M, 2, F))
     return out.reshape(*y.shape[:-2], F)
 
@@ -54,7 +56,9 @@ def _launch(interpret: Any, y: jax.Array) -> jax.Array:
         return x.astype(BF16).astype(jnp.float32)
 
     def add_up_and_activate(y_ref, out_ref):
-        row, columns = lax.axis_index("row"), pl.ds(lax.axis_index("piece") * COLUMNS, COLUMNS)
+        # Where F is not a multiple, the last two pieces overlap, and both write the same there.
+        first = jnp.minimum(lax.axis_index("piece") * COLUMNS, F - COLUMNS)
+        row, columns = lax.axis_index("row"), pl.ds(first, COLUMNS)
 
         def load(part, half):
             piece = y_ref.at[part, row, half, columns]
@@ -66,7 +70,7 @@ def _launch(interpret: Any, y: jax.Array) -> jax.Array:
     return plgpu.kernel(
         add_up_and_activate,
         out_type=jax.ShapeDtypeStruct((M, F), BF16),
-        grid=(M, F // COLUMNS),
+        grid=(M, pl.cdiv(F, COLUMNS)),
         grid_names=("row", "piece"),
         interpret=interpret,
     )(y)

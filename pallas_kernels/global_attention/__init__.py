@@ -19,6 +19,7 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
+    reread: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Decode (T = 1) or verify (T > 1) over a global cache, the new positions already written.
@@ -36,6 +37,7 @@ def global_attention(
       length: int32 [B], positions before the new ones: query t sits at length + t.
       q_rotated: [B, T, N, P] compact form: the rotated widths of the queries, after RoPE.
       k_rotated: [B, K, S, P] compact form: the rotated widths of the keys, after RoPE.
+      reread: another layer reads the same keys and values soon, so they may stay in L2.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -55,4 +57,5 @@ def global_attention(
         length,
         q_rotated=q_rotated,
         k_rotated=k_rotated,
+        reread=reread,
     )

@@ -15,6 +15,7 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
+    reread: bool = False,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -26,6 +27,7 @@ def global_attention(
         length,
         q_rotated=q_rotated,
         k_rotated=k_rotated,
+        reread=reread,
         blocks=blocks,
         interpret=interpret,
     )

@@ -14,8 +14,10 @@ def global_attention(
     *,
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
+    reread: bool = False,
 ) -> jax.Array:
-    """See `pallas_kernels.global_attention.global_attention`."""
+    """See `pallas_kernels.global_attention.global_attention`; caching is XLA's."""
+    del reread
     T, (_, K, S, _) = q.shape[1], v.shape
     position = length[:, None] + jnp.arange(T)  # [B, T]
     mask = jnp.arange(S) <= position[:, :, None]  # [B, T, S]

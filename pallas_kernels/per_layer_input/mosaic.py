@@ -31,18 +31,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Unsupported, thread_blocks
 from pallas_kernels.partial_sums import PartialSums, add_up, pieces
-from pallas_kernels.row_norm import Row, check_rows
+from pallas_kernels.row_norm import Row, check_rows, rounded
+from pallas_kernels.tile_product import COLUMNS, each_row, groups_of_rows, product
 
 BF16 = jnp.bfloat16
 MOST_ROWS = 16
-DEPTH, COLUMNS = 256, 64  # of a tile, and DEPTH = P
-# Of a tile: a warp reads two rows of it at once, each thread four columns in 8 bytes.
-TILE = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, COLUMNS), (2, COLUMNS), (4,))),
-    warp_dims=(-5,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
+DEPTH = 256  # of a tile, and P
 VECTOR = plgpu.Layout.WG_STRIDED((DEPTH,), vec_size=2)
 
 
@@ -125,7 +119,7 @@ def _add_and_multiply(form: Row, cores: int, interpret: Any) -> Callable[..., An
 
                 x[...] = h
                 pl.when(i == 0)(lambda: plgpu.barrier_wait(full))
-                out_ref[step, row, columns] = _product(x.at[pl.ds(inner, DEPTH)], matrix)
+                out_ref[step, row, columns] = product(x.at[pl.ds(inner, DEPTH)], matrix)
 
         @pl.when(tile < tiles)
         def _():
@@ -134,14 +128,14 @@ def _add_and_multiply(form: Row, cores: int, interpret: Any) -> Callable[..., An
                 rows = pl.ds(place, DEPTH)
                 plgpu.copy_gmem_to_smem(gate_ref.at[rows, columns], matrix, full)
 
-            _each_row(len(h_ref), add_and_multiply)
+            each_row(len(h_ref), add_and_multiply)
 
         @pl.when((tile == tiles) & (part == 0))
         def _():
             def copy(i, row):
                 own_ref[row] = plgpu.load(inputs_ref.at[row, layer_ref[0]], layout=VECTOR)
 
-            _each_row(len(h_ref), copy)
+            each_row(len(h_ref), copy)
 
     def call(h, *others):
         M, D = h.shape
@@ -152,7 +146,7 @@ def _add_and_multiply(form: Row, cores: int, interpret: Any) -> Callable[..., An
                 jax.ShapeDtypeStruct((M, DEPTH), BF16),
                 jax.ShapeDtypeStruct((D // DEPTH, M, DEPTH), jnp.float32),
             ),
-            grid=(_groups(M, tiles + 1, cores), tiles + 1),
+            grid=(groups_of_rows(M, tiles + 1, cores), tiles + 1),
             grid_names=("group", "tile"),
             num_threads=form.parts,
             thread_name="part",
@@ -174,24 +168,21 @@ def _activate_and_multiply(cores: int, interpret: Any) -> Callable[..., jax.Arra
         def load(ref):
             return plgpu.load(ref, layout=VECTOR).astype(jnp.float32)
 
-        def rounded(x):
-            return x.astype(BF16).astype(jnp.float32)
-
         def activate_and_multiply(i, row):
             own = load(own_ref.at[row])
             g = rounded(add_up(load(pieces_ref.at[p, row]) for p in range(len(pieces_ref))))
             x[...] = rounded(jax.nn.gelu(g, approximate=True) * own)
             pl.when(i == 0)(lambda: plgpu.barrier_wait(full))
-            out_ref[row, columns] = _product(x, matrix).astype(BF16)
+            out_ref[row, columns] = product(x, matrix).astype(BF16)
 
-        _each_row(len(own_ref), activate_and_multiply)
+        each_row(len(own_ref), activate_and_multiply)
 
     def call(parts, own, projection):
         M, D = len(own), projection.shape[-1]
         return plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((M, D), BF16),
-            grid=(_groups(M, D // COLUMNS, cores), D // COLUMNS),
+            grid=(groups_of_rows(M, D // COLUMNS, cores), D // COLUMNS),
             grid_names=("group", "tile"),
             scratch_types=_scratch(DEPTH),
             interpret=interpret,
@@ -207,31 +198,3 @@ def _scratch(width: int) -> dict[str, Any]:
         "matrix": plgpu.SMEM((DEPTH, COLUMNS), BF16),
         "full": plgpu.Barrier(),
     }
-
-
-def _groups(M: int, tiles: int, cores: int) -> int:
-    """Of rows: a block has one. As many as find a multiprocessor for each of their blocks."""
-    return min(M, max(1, cores // tiles))
-
-
-def _each_row(M: int, do: Callable[[Any, Any], None]) -> None:
-    """do(i, row) for the rows of the block's group, one after another."""
-    groups = lax.axis_size("group")
-
-    def one(i, _):
-        row = lax.axis_index("group") + i * groups
-        pl.when(row < M)(lambda: do(i, row))
-        return 0
-
-    lax.fori_loop(0, -(-M // groups), one, 0)
-
-
-def _product(x_ref: Any, matrix_ref: Any) -> jax.Array:
-    """x [DEPTH] · matrix [DEPTH, COLUMNS], by one warpgroup of a block.
-
-    Products of two bfloat16 numbers are exact in float32: only sums round, in a fixed order.
-    """
-    x = plgpu.load(x_ref, layout=TILE.reduce(1))
-    x = plgpu.layout_cast(lax.broadcast_in_dim(x, (DEPTH, COLUMNS), (0,)), TILE)
-    matrix = plgpu.load(matrix_ref, layout=TILE, optimized=False)
-    return jnp.sum(x * matrix.astype(jnp.float32), axis=0)

@@ -15,9 +15,9 @@ IMPLEMENTATIONS = {"mosaic": mosaic.residual_norm, "xla": xla.residual_norm}
 
 
 def residual_norm(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     *,
     eps: float,
@@ -30,8 +30,8 @@ def residual_norm(
     of h; so are the sum and its product with `scale`.
 
     Args:
-      h, y: [..., D].
-      w: [D] of the norm of y.
+      h, y: [..., D]. h is None where the residual begins: then y itself is the sum.
+      w: [D] of the norm of y; None with h.
       next_w: [D] of the norm of the sum.
       eps: added to the mean square.
       scale: [1], multiplies the sum; None = 1.
@@ -44,14 +44,7 @@ def residual_norm(
       ValueError: shapes that do not fit, an unknown implementation.
       Unsupported: the named implementation cannot take these shapes, this dtype or the device.
     """
-    D = h.shape[-1]
-    if y.shape != h.shape or w.shape != (D,) or next_w.shape != (D,):
-        raise ValueError(
-            f"h {h.shape} and y {y.shape} must be alike [..., D], w {w.shape} and next_w "
-            f"{next_w.shape} [D]"
-        )
-    if scale is not None and scale.shape != (1,):
-        raise ValueError(f"scale {scale.shape} must be [1]")
+    check_residual(h, y, w, next_w, scale)
     return dispatch.run(
         IMPLEMENTATIONS,
         implementation,
@@ -62,3 +55,24 @@ def residual_norm(
         eps=eps,
         scale=scale,
     )
+
+
+def check_residual(
+    h: jax.Array | None,
+    y: jax.Array | PartialSums,
+    w: jax.Array | None,
+    next_w: jax.Array,
+    scale: jax.Array | None,
+) -> None:
+    """Raises ValueError unless the shapes fit."""
+    D = y.shape[-1]
+    if (h is None) != (w is None):
+        raise ValueError("h and w come together: w is of the norm under which y is added to h")
+    if (h is not None and (h.shape, w.shape) != (y.shape, (D,))) or next_w.shape != (D,):
+        shapes = ["None" if x is None else x.shape for x in (h, w)]
+        raise ValueError(
+            f"h {shapes[0]} and y {y.shape} must be alike [..., D], w {shapes[1]} and next_w "
+            f"{next_w.shape} [D]"
+        )
+    if scale is not None and scale.shape != (1,):
+        raise ValueError(f"scale {scale.shape} must be [1]")

@@ -18,9 +18,9 @@ MOST_ROWS = 64
 
 
 def residual_norm(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     *,
     eps: float,
@@ -38,14 +38,15 @@ def residual_norm(
     """
     if interpret is None:
         require_hopper()
-    check_rows(h, y=y, w=w, next_w=next_w)
-    D = h.shape[-1]
-    M = h.size // D
+    check_rows(y if h is None else h, y=y, w=w, next_w=next_w)
+    D = y.shape[-1]
+    M = y.size // D
     if M > MOST_ROWS:
-        raise Unsupported(f"h {h.shape} has {M} rows: takes up to {MOST_ROWS}")
+        raise Unsupported(f"y {y.shape} has {M} rows: takes up to {MOST_ROWS}")
     scales = [] if scale is None else [scale]
-    out = _launch(eps, interpret, h.reshape(M, D), pieces(y).reshape(-1, M, D), w, next_w, *scales)
-    return tuple(x.reshape(h.shape) for x in out)
+    rows = h if h is None else h.reshape(M, D)
+    out = _launch(eps, interpret, rows, pieces(y).reshape(-1, M, D), w, next_w, *scales)
+    return tuple(x.reshape(y.shape) for x in out)
 
 
 # Under its own jit, so that the many layers of a model trace and lower it once.
@@ -53,13 +54,13 @@ def residual_norm(
 def _launch(
     eps: float,
     interpret: Any,
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     *scales: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    M, D = h.shape
+    M, D = y.shape[1:]
     form = Row(D, eps, interpreted=interpret is not None)
 
     def add_and_norm(h_ref, y_ref, w_ref, next_ref, *refs, **scratch):
@@ -69,7 +70,7 @@ def _launch(
             row, h_ref, y_ref, w_ref, next_ref, scale_refs, **scratch
         )
 
-    like = jax.ShapeDtypeStruct((M, D), h.dtype)
+    like = jax.ShapeDtypeStruct((M, D), next_w.dtype)
     return plgpu.kernel(
         add_and_norm,
         out_type=(like, like),

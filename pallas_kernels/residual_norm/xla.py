@@ -8,16 +8,17 @@ from pallas_kernels.partial_sums import PartialSums, summed
 
 
 def residual_norm(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     *,
     eps: float,
     scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.residual_norm.residual_norm`."""
-    h = h + norm(summed(y), w, eps).astype(h.dtype)
+    y = summed(y)
+    h = y if h is None else h + norm(y, w, eps).astype(h.dtype)
     if scale is not None:
         h = h * scale
     return h, norm(h, next_w, eps).astype(h.dtype)

@@ -6,6 +6,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import dispatch
 from pallas_kernels.partial_sums import PartialSums, summed
+from pallas_kernels.residual_norm import check_residual
 from pallas_kernels.residual_norm_matmul import apart, mosaic
 
 # Best first, by a script that is not kept: "norm_within_product" in
@@ -17,9 +18,9 @@ IMPLEMENTATIONS = {
 
 
 def residual_norm_matmul(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     matrix: jax.Array,
     *,
@@ -32,7 +33,7 @@ def residual_norm_matmul(
     """`residual_norm`, then `skinny_matmul` of the norm: to the bit, what the two give.
 
     Args:
-      h, y: [M, D].
+      h, y: [M, D]; h and w may be None, as in `residual_norm`.
       w, next_w, eps, scale: as in `residual_norm`.
       matrix: [D, F], like h.
       out: dtype of the product.
@@ -47,17 +48,12 @@ def residual_norm_matmul(
       ValueError: shapes or dtypes that do not fit, an unknown implementation.
       Unsupported: the named implementation cannot take these shapes, this dtype or the device.
     """
-    D = h.shape[-1]
-    if h.ndim != 2 or y.shape != h.shape or w.shape != (D,) or next_w.shape != (D,):
+    check_residual(h, y, w, next_w, scale)
+    like = y if h is None else h
+    if matrix.ndim != 2 or (y.ndim, *y.shape[1:]) != (2, len(matrix)) or matrix.dtype != like.dtype:
         raise ValueError(
-            f"h {h.shape} and y {y.shape} must be alike [M, D], w {w.shape} and next_w "
-            f"{next_w.shape} [D]"
-        )
-    if scale is not None and scale.shape != (1,):
-        raise ValueError(f"scale {scale.shape} must be [1]")
-    if matrix.ndim != 2 or len(matrix) != D or matrix.dtype != h.dtype:
-        raise ValueError(
-            f"matrix {matrix.shape} {matrix.dtype} must be [D, F] and like h {h.shape} {h.dtype}"
+            f"y {y.shape} must be [M, D], and matrix {matrix.shape} {matrix.dtype} must be [D, F] "
+            f"and {like.dtype}"
         )
     h, product = dispatch.run(
         IMPLEMENTATIONS,

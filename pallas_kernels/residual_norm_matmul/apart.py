@@ -12,9 +12,9 @@ from pallas_kernels.skinny_matmul import skinny_matmul
 
 
 def residual_norm_matmul(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     matrix: jax.Array,
     *,

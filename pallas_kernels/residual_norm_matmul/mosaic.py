@@ -39,9 +39,9 @@ MEMORY = 220 * 1024  # bytes of shared memory: the row, and the ring with what i
 
 
 def residual_norm_matmul(
-    h: jax.Array,
+    h: jax.Array | None,
     y: jax.Array | PartialSums,
-    w: jax.Array,
+    w: jax.Array | None,
     next_w: jax.Array,
     matrix: jax.Array,
     *,
@@ -65,13 +65,13 @@ def residual_norm_matmul(
     """
     interpreted = interpret is not None
     cores = thread_blocks(blocks, interpret)
-    check_rows(h, y=y, w=w, next_w=next_w)
-    check_matrix(h.dtype, matrix, False, interpreted)
-    if len(h) != 1:
-        raise Unsupported(f"h {h.shape} has {len(h)} rows: takes one")
-    form = Row(h.shape[-1], eps, interpreted)
+    check_rows(y if h is None else h, y=y, w=w, next_w=next_w)
+    check_matrix(y.dtype, matrix, False, interpreted)
+    if y.shape[0] != 1:
+        raise Unsupported(f"y {y.shape} has {y.shape[0]} rows: takes one")
+    form = Row(y.shape[-1], eps, interpreted)
     if form.parts + 1 > MOST_WARPGROUPS:
-        raise Unsupported(f"h {h.shape}: its norm leaves no warpgroup for the product")
+        raise Unsupported(f"y {y.shape}: its norm leaves no warpgroup for the product")
     D, F = matrix.shape
     stages = (MEMORY - HEIGHT * D * 2) // TILE_BYTES
     product = Stream(Cut.of(D, F, cores), 1, jnp.dtype(out), False, stages, interpreted)
@@ -83,7 +83,7 @@ def residual_norm_matmul(
 # Under its own jit, so that the many layers of a model trace and lower it once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _launch(
-    form: Row, product: Stream, interpret: Any, *inputs: jax.Array
+    form: Row, product: Stream, interpret: Any, *inputs: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     steps = form.width // STEP  # of a warpgroup
     store_row = _store_row_interpreted if product.interpreted else _store_row(form.layout)
@@ -114,16 +114,15 @@ def _launch(
             plgpu.barrier_wait(normed)
             product.multiply(load, lambda slot, step: x_tiles.at[step], out_ref, w_ring, full)
 
-    h = inputs[0]
     return plgpu.kernel(
         norm_and_multiply,
-        out_type=(jax.ShapeDtypeStruct(h.shape, h.dtype), product.out_type),
+        out_type=(jax.ShapeDtypeStruct((1, form.D), jnp.bfloat16), product.out_type),
         grid=(product.cut.blocks,),
         grid_names=("block",),
         num_threads=form.parts + 1,
         thread_name="part",
         scratch_types={
-            "x_tiles": plgpu.SMEM((form.D // STEP, HEIGHT, STEP), h.dtype, transforms=TILED),
+            "x_tiles": plgpu.SMEM((form.D // STEP, HEIGHT, STEP), jnp.bfloat16, transforms=TILED),
             "normed": plgpu.Barrier(num_arrivals=form.parts),
             **product.scratch(copies=1),
             **form.scratch(),

@@ -18,6 +18,7 @@ def ring_attention(
     length: jax.Array,
     *,
     window: int,
+    reread: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Decode (T = 1) or verify (T > 1) over a ring, as it lies: no gather, no rotation.
@@ -31,6 +32,7 @@ def ring_attention(
       k, v: [B, K, R, H] the ring, R >= window + T - 1. R a multiple of 64 runs fastest.
       length: int32 [B], positions before the new ones: query t sits at length + t.
       window: W, the keys that a query sees, itself included.
+      reread: another layer reads the same keys and values soon, so they may stay in L2.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
@@ -47,4 +49,6 @@ def ring_attention(
             f"a ring of {R} slots cannot hold window {window} and {T} new positions: it needs "
             f"R >= {window + T - 1}"
         )
-    return dispatch.run(IMPLEMENTATIONS, implementation, q, k, v, length, window=window)
+    return dispatch.run(
+        IMPLEMENTATIONS, implementation, q, k, v, length, window=window, reread=reread
+    )

@@ -14,8 +14,11 @@ def ring_attention(
     length: jax.Array,
     *,
     window: int,
+    reread: bool = False,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
     """See `pallas_kernels.ring_attention.ring_attention`, and `split_attention`."""
-    return split_attention(q, k, v, length, window=window, blocks=blocks, interpret=interpret)
+    return split_attention(
+        q, k, v, length, window=window, reread=reread, blocks=blocks, interpret=interpret
+    )

@@ -13,8 +13,10 @@ def ring_attention(
     length: jax.Array,
     *,
     window: int,
+    reread: bool = False,
 ) -> jax.Array:
-    """See `pallas_kernels.ring_attention.ring_attention`."""
+    """See `pallas_kernels.ring_attention.ring_attention`; caching is XLA's."""
+    del reread
     T, (_, K, R, _) = q.shape[1], v.shape
     last = (length + T - 1)[:, None]  # [B, 1] newest position in the ring
     slot_position = last - (last - jnp.arange(R)) % R  # [B, R]

@@ -50,6 +50,7 @@ def split_attention(
     q_rotated: jax.Array | None = None,
     k_rotated: jax.Array | None = None,
     window: int | None = None,
+    reread: bool = False,
     blocks: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -77,7 +78,8 @@ def split_attention(
             f"head width {H} must be 256 or 512, rotated widths {P} of a compact cache {CHUNK}, "
             f"slots {slots} a multiple of {TILE}"
         )
-    shape = Shape(B, T, K, N // K, H, P, slots, window, cores, interpreted=interpret is not None)
+    interpreted = interpret is not None
+    shape = Shape(B, T, K, N // K, H, P, slots, window, cores, interpreted, reread)
     queries = [by_group(x, shape) for x in (q, q_rotated) if x is not None]
     caches = [x for x in (k, k_rotated, v) if x is not None]
     return _launch(shape, interpret, length.astype(jnp.int32), queries, caches)

@@ -28,6 +28,7 @@ class Shape:
       window: of a ring; None = a global cache.
       blocks: thread blocks, at most one for each multiprocessor: they wait for each other.
       interpreted: for the interpreter, which has no counter in global memory: two launches.
+      reread: keys and values may stay in L2.
     """
 
     B: int
@@ -40,6 +41,7 @@ class Shape:
     window: int | None
     blocks: int
     interpreted: bool
+    reread: bool = False
 
     @property
     def rows(self) -> int:

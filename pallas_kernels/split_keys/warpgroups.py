@@ -22,6 +22,9 @@ def copy_tiles(
     s: Shape, length_ref, q_refs, cache_refs, *, tiles, full, free, q_full, q_free, **rest
 ):
     """Streams the queries and tiles of this block's items into shared memory, in order."""
+    copy = functools.partial(copy_once, interpreted=s.interpreted)
+    if s.reread:
+        copy = plgpu.copy_gmem_to_smem
     *key_ref, value_ref = cache_refs
     buffers = [(s.query_copies(s.H), rest["q_buffer"])]
     if s.P:
@@ -64,7 +67,7 @@ def copy_tiles(
                     plgpu.barrier_wait(free.at[slot])
 
                 source = tile_chunk(group, first + i, chunk)
-                copy_once(source, tiles.at[slot], full.at[slot], interpreted=s.interpreted)
+                copy(source, tiles.at[slot], full.at[slot])
 
             pl.when((i == 0) & ~queries_first)(load_queries)
             return 0

@@ -9,7 +9,7 @@ import pytest
 from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import Unsupported, choose_experts, dispatch
+from pallas_kernels import PartialSums, Unsupported, choose_experts, dispatch
 from pallas_kernels.choose_experts import IMPLEMENTATIONS, mosaic, xla
 
 on_a_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="simulates the kernel")
@@ -71,6 +71,17 @@ def test_mosaic_interpreted(E, k):
 
 
 @each
+def test_logits_in_pieces(implementation):
+    """Of rows whose pieces and sums float32 holds exactly, as it does their order and ties."""
+    logits, scale = inputs(128)
+    logits = jnp.round(logits[jnp.asarray([0, 1, 3, 4, 5])])
+    parts = jnp.asarray(np.round(draw(2, *logits.shape)), jnp.float32)
+    parts = jnp.stack([*parts, logits - parts.sum(0)])
+    pieces = PartialSums(parts, jnp.dtype(jnp.float32))
+    assert_right(OPS[implementation](pieces, scale, k=8), logits, scale, 8)
+
+
+@each
 def test_a_nan_makes_the_shares_of_its_row_nan_and_no_index_wild(implementation):
     logits, scale = inputs(128)
     logits = np.array(logits)
@@ -129,10 +140,26 @@ def test_a_row_has_the_same_bits_in_any_company():
             assert all((a == b[rows]).all() for a, b in zip(out, together, strict=True))
 
 
-@pytest.mark.parametrize("M", [1, 2048])
-def test_the_published_shape_lowers_to_one_kernel(M):
+@pytest.mark.gpu
+@pytest.mark.parametrize("pieces", [1, 22])
+def test_pieces_have_the_bits_of_their_sum_on_a_gpu(pieces):
+    parts, scale = jnp.asarray(draw(pieces, 16, 128), jnp.float32), inputs(128)[1]
+    total = np.asarray(parts[0])
+    for part in np.asarray(parts[1:]):
+        total = total + part
+    run = functools.partial(choose_experts, k=8, implementation="mosaic")
+    out = run(PartialSums(parts, jnp.dtype(jnp.float32)), scale)
+    wanted = run(jnp.asarray(total), scale)
+    assert all((a == b).all() for a, b in zip(out, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("M", "pieces"), [(1, 22), (16, 22), (2048, None)])
+def test_the_published_shape_lowers_to_one_kernel(M, pieces):
     run = functools.partial(choose_experts, k=8, implementation="mosaic")
     logits = jax.ShapeDtypeStruct((M, 128), jnp.float32)
+    if pieces:
+        parts = jax.ShapeDtypeStruct((pieces, M, 128), jnp.float32)
+        logits = PartialSums(parts, jnp.dtype(jnp.float32))
     text = lower_for_h200(run, logits, jax.ShapeDtypeStruct((128,), jnp.bfloat16))
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "sort" not in text

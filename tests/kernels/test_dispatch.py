@@ -8,7 +8,7 @@ from h200_lowering import lower_for_h200
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels import Unsupported, dispatch
+from pallas_kernels import PartialSums, Unsupported, dispatch, summed
 
 
 def takes_everything(x, scale=1):
@@ -84,6 +84,26 @@ def test_the_gradient_is_that_of_the_reference(name):
     assert value == (x**3 * w).sum() + 1 + (0 if name == "xla" else 0.5)
     np.testing.assert_allclose(of_x, 3 * x**2 * w)
     np.testing.assert_allclose(of_weight, x**3)
+
+
+def test_the_gradient_of_a_sum_is_that_of_each_of_its_pieces():
+    """Where an implementation leaves in pieces what the reference has in one."""
+
+    def reference(x, weight):
+        return x.sum(), (x * weight).astype(jnp.bfloat16)
+
+    def kernel(x, weight):
+        y = x * weight
+        return x.sum(), PartialSums(jnp.stack([y / 4, y / 2, y / 4]), jnp.dtype(jnp.bfloat16))
+
+    def loss(x, weight):
+        total, y = dispatch.run({"kernel": kernel, "xla": reference}, "kernel", x, weight)
+        return 5 * total + (summed(y).astype(jnp.float32) * jnp.asarray([1.0, 2.0, -4.0])).sum()
+
+    weight = jnp.asarray([1.0, -2.0, 0.5])
+    of_x, of_weight = jax.grad(loss, argnums=(0, 1))(X, weight)
+    np.testing.assert_array_equal(of_x, [5 + 1, 5 - 4, 5 - 2])
+    np.testing.assert_array_equal(of_weight, [0, 2, -8])
 
 
 def test_a_hopper_gpu_is_known_by_the_device_that_is_lowered_for():

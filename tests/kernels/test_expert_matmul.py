@@ -70,7 +70,7 @@ def run(
             raise
         pytest.skip(f"{implementation}: {refusal}")
     assert out.dtype == dtype
-    assert out.shape == (len(x), w.shape[-1])
+    assert out.shape == (len(index), w.shape[-1])
     return np.asarray(out, np.float32)
 
 
@@ -257,6 +257,17 @@ def test_the_published_experts(product, n):
     out = of_tokens(product, np.arange(n))
     wanted = expected(x[:n].reshape(n * EACH, -1), w, index[:n].reshape(-1))
     assert_accurate(out.reshape(n * EACH, -1), wanted, "bfloat16")
+
+
+@pytest.mark.gpu
+@of_26b_a4b
+def test_one_row_for_all_its_matrices_has_the_bits_of_many(product):
+    x, w, index = published(product)
+    for token in (0, 7, MOST - 1):
+        one = x[token, :1]
+        out = run("mosaic", one, w, index[token], "bfloat16", must_run=on_hopper())
+        rows = np.repeat(one, EACH, 0)
+        np.testing.assert_array_equal(out, run("mosaic", rows, w, index[token], "bfloat16"))
 
 
 @pytest.mark.gpu

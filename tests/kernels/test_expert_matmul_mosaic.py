@@ -66,6 +66,28 @@ def test_a_row_gets_the_same_bits_for_any_number_of_rows(gated):
         np.testing.assert_array_equal(run(x[some], w, index[some]), all_rows[some])
 
 
+@both_forms
+@pytest.mark.parametrize("n", [1, 8, 11])
+def test_one_row_for_all_matrices(n, gated):
+    """With more of them than a tile has rows, too; to the bit what as many equal rows give."""
+    x, w, index = inputs(np.random.default_rng(n).permutation(12)[:n], 12, "bfloat16", gated)
+    out = run(x[:1], w, index)
+    assert_accurate(out, expected(np.repeat(x[:1], n, 0), w, index), "bfloat16")
+    np.testing.assert_array_equal(out, run(np.repeat(x[:1], n, 0), w, index))
+
+
+@pytest.mark.parametrize("shape", [(128, 2816, 2, 704), (128, 2816, 704)], ids=["gated", "plain"])
+def test_one_row_for_the_experts_of_a_token_is_not_copied(shape):
+    text = lower_for_h200(
+        functools.partial(expert_matmul, implementation="mosaic"),
+        jax.ShapeDtypeStruct((1, 2816), BF16),
+        jax.ShapeDtypeStruct(shape, BF16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "tensor<8x2816xbf16>" not in text
+
+
 # One token to a batch of 64, and a prefill chunk, through both products of 26B-A4B.
 @pytest.mark.parametrize("tokens", [1, 5, 8, 16, 64, 2048])
 @pytest.mark.parametrize("shape", [(128, 2816, 2, 704), (128, 704, 2816)], ids=["gate_up", "down"])

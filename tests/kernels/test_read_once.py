@@ -40,14 +40,13 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_every_tile_is_copied_with_the_policy(monkeypatch, name):
-    op, more, arguments = OPS[name]
+def copies(monkeypatch, op, more, arguments):
+    """How often the policy is asked for as `op` is lowered, and the policies of all copies."""
     asked, hints = [], []
     ask, copy = read_once._evict_first, nvvm.cp_async_bulk_tensor_shared_cluster_global
 
     def counted_ask():
-        asked.append(name)
+        asked.append(op)
         ask()
 
     def counted_copy(*args, **kwargs):
@@ -58,7 +57,20 @@ def test_every_tile_is_copied_with_the_policy(monkeypatch, name):
     monkeypatch.setattr(nvvm, "cp_async_bulk_tensor_shared_cluster_global", counted_copy)
     jax.clear_caches()  # what has been traced already is not traced again
     lower_for_h200(lambda *x: op(*x, **more, implementation="mosaic"), *arguments)
+    return len(asked), hints
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_tile_is_copied_with_the_policy(monkeypatch, name):
+    asked, hints = copies(monkeypatch, *OPS[name])
     marked = [hint for hint in hints if hint is not None]
-    assert asked and len(marked) == len(asked)
+    assert asked and len(marked) == asked
     # Each copy is made twice, without and then with a policy; the others are of rows and queries.
-    assert len(hints) >= 2 * len(asked)
+    assert len(hints) >= 2 * asked
+
+
+@pytest.mark.parametrize("name", ["ring_attention", "global_attention"])
+def test_keys_and_values_that_are_read_again_have_none(monkeypatch, name):
+    op, more, arguments = OPS[name]
+    asked, hints = copies(monkeypatch, op, more | {"reread": True}, arguments)
+    assert not asked and hints == [None] * len(hints) != []

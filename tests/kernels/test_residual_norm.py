@@ -23,7 +23,7 @@ def inputs(rows: tuple[int, ...], D: int, dtype: str = "bfloat16", seed: int = 0
 
 def expected(h, y, w, next_w, scale, dtype):
     """float64, rounded where the contract rounds."""
-    h, y, w, next_w = (np.asarray(x, np.float64) for x in (h, y, w, next_w))
+    y, next_w = (np.asarray(x, np.float64) for x in (y, next_w))
 
     def rounded(x):
         return np.asarray(jnp.asarray(x, dtype), np.float64)
@@ -31,7 +31,11 @@ def expected(h, y, w, next_w, scale, dtype):
     def norm(x, w):
         return rounded(x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * w)
 
-    h = rounded(h + norm(y, w))
+    if h is None:
+        h = rounded(y)
+    else:
+        h, w = (np.asarray(x, np.float64) for x in (h, w))
+        h = rounded(h + norm(y, w))
     if scale is not None:
         h = rounded(h * float(scale[0]))
     return h, norm(h, next_w)
@@ -81,6 +85,31 @@ def test_a_product_in_pieces(implementation):
     assert_close(out, expected(h, y, w, next_w, None, "bfloat16"), "bfloat16")
 
 
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic", marks=on_a_cpu)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_where_the_residual_begins(implementation, scaled):
+    _, y, _, next_w, scale = inputs((2,), 1024)
+    scale = scale if scaled else None
+    pieces = np.random.default_rng(1).standard_normal((16, *y.shape))
+    whole = PartialSums(jnp.asarray(pieces, jnp.float32), jnp.dtype(jnp.bfloat16))
+    op, more = xla.residual_norm, {}
+    if implementation == "mosaic":
+        op, more = mosaic.residual_norm, {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    out = op(None, whole, None, next_w, eps=EPS, scale=scale, **more)
+    assert [x.dtype for x in out] == ["bfloat16"] * 2
+    assert_close(out, expected(None, pieces.sum(0), None, next_w, scale, "bfloat16"), "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 4, 64])
+def test_where_the_residual_begins_on_a_gpu(M):
+    _, _, _, next_w, _ = inputs((M,), 1024)
+    pieces = np.random.default_rng(1).standard_normal((16, M, 1024))
+    whole = PartialSums(jnp.asarray(pieces, jnp.float32), jnp.dtype(jnp.bfloat16))
+    out = residual_norm(None, whole, None, next_w, eps=EPS, implementation="mosaic")
+    assert_close(out, expected(None, pieces.sum(0), None, next_w, None, "bfloat16"), "bfloat16")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [5376, 3840, 2816, 2560, 1536])
 @pytest.mark.parametrize("M", [1, 4, 64])
@@ -123,6 +152,8 @@ def test_shapes_that_do_not_fit():
         residual_norm(h, y[:1], w, next_w, eps=EPS)
     with pytest.raises(ValueError, match=r"next_w \(63,\)"):
         residual_norm(h, y, w, next_w[:-1], eps=EPS)
+    with pytest.raises(ValueError, match="h and w come together"):
+        residual_norm(None, y, w, next_w, eps=EPS)
     with pytest.raises(ValueError, match=r"scale \(2,\) must be \[1\]"):
         residual_norm(h, y, w, next_w, eps=EPS, scale=jnp.ones(2))
 

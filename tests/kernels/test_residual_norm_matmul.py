@@ -58,7 +58,7 @@ def inputs(M: int, D: int, F: int, pieces: int = 1, dtype: str = "bfloat16") -> 
 
 def expected(h, y, w, next_w, matrix, scale=None):
     """float64, rounded where the contract rounds."""
-    dtype = h.dtype
+    dtype = y.dtype
 
     def rounded(x):
         return np.asarray(jnp.asarray(x, dtype), np.float64)
@@ -67,8 +67,12 @@ def expected(h, y, w, next_w, matrix, scale=None):
         return rounded(x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * w)
 
     y = rounded(np.asarray(y.parts, np.float64).sum(0)) if isinstance(y, PartialSums) else y
-    h, y, w, next_w, matrix = (np.asarray(x, np.float64) for x in (h, y, w, next_w, matrix))
-    h = rounded(h + norm(y, w))
+    y, next_w, matrix = (np.asarray(x, np.float64) for x in (y, next_w, matrix))
+    if h is None:
+        h = y
+    else:
+        h, w = (np.asarray(x, np.float64) for x in (h, w))
+        h = rounded(h + norm(y, w))
     if scale is not None:
         h = rounded(h * float(scale[0]))
     return h, norm(h, next_w) @ matrix
@@ -97,15 +101,41 @@ def test_none_against_float64(dtype, M, pieces, scaled):
     assert_close((h, product), expected(*arrays, **more), dtype)
 
 
+# The first product of a layer of Google's drafters for 31B and 12B behind that before it.
+BEGINNINGS = [(1024, 8192, 16), (1024, 4096, 16)]
+
+
+def beginning(arrays: list) -> list:
+    """The same without a residual before y."""
+    _, y, _, next_w, matrix = arrays
+    return [None, y, None, next_w, matrix]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("M", "pieces"), [(1, 1), (5, 3)])
+def test_where_the_residual_begins(dtype, M, pieces):
+    arrays = beginning(inputs(M, 192, 320, pieces, dtype)[0])
+    h, product = residual_norm_matmul(*arrays, eps=EPS, out="float32")
+    assert h.dtype == dtype and product.dtype == jnp.float32
+    assert_close((h, product), expected(*arrays), dtype)
+
+
 # One, two and six warpgroups that norm; blocks with whole tiles, with shares of one, with both.
 @on_a_cpu
 @pytest.mark.parametrize(
-    ("D", "F", "blocks", "pieces", "scaled"),
-    [(256, 256, 2, 1, True), (512, 384, 5, 3, False), (1536, 256, 3, 2, True)],
+    ("D", "F", "blocks", "pieces", "scaled", "begins"),
+    [
+        (256, 256, 2, 1, True, False),
+        (512, 384, 5, 3, False, False),
+        (1536, 256, 3, 2, True, False),
+        (1024, 256, 3, 4, False, True),
+        (256, 256, 2, 1, True, True),
+    ],
 )
-def test_mosaic_interpreted(monkeypatch, D, F, blocks, pieces, scaled):
+def test_mosaic_interpreted(monkeypatch, D, F, blocks, pieces, scaled, begins):
     monkeypatch.setattr(geometry, "LEAST_STEPS", 1)
     arrays, more = inputs(1, D, F, pieces)
+    arrays = beginning(arrays) if begins else arrays
     more = more if scaled else {}
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     device = {"blocks": blocks, "interpret": interpret}
@@ -121,10 +151,15 @@ def test_mosaic_interpreted(monkeypatch, D, F, blocks, pieces, scaled):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", PUBLISHED, ids=str)
-def test_mosaic_on_a_gpu_to_the_bit(shape):
+@pytest.mark.parametrize(
+    ("shape", "begins"), [(s, False) for s in PUBLISHED] + [(s, True) for s in BEGINNINGS], ids=str
+)
+def test_mosaic_on_a_gpu_to_the_bit(shape, begins):
     """The two kernels' bits, which for a row among others, as of a verify pass, are the same."""
-    (h, y, *weights), more = inputs(5, *shape)
+    arrays, more = inputs(5, *shape)
+    if begins:
+        arrays, more = beginning(arrays), {}
+    h, y, *weights = arrays
     more |= {"eps": EPS, "implementation": "mosaic"}
     alone = jax.tree.map(lambda x: x[..., 3:4, :], (h, y))
 
@@ -161,6 +196,24 @@ def lowered(M: int, D: int, F: int, pieces: int, implementation: str | None) -> 
 @pytest.mark.parametrize("shape", PUBLISHED, ids=str)
 def test_lowers_for_an_h200_at_the_published_shapes(shape):
     assert lowered(1, *shape, "mosaic").count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("shape", BEGINNINGS, ids=str)
+@pytest.mark.parametrize(("M", "kernels"), [(1, 1), (5, 2)])
+def test_a_residual_that_begins_lowers_for_an_h200(M, kernels, shape):
+    D, F, pieces = shape
+
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def run(parts, next_w, matrix):
+        y = PartialSums(parts, BF16)
+        return residual_norm_matmul(None, y, None, next_w, matrix, eps=EPS, out=BF16, partial=True)
+
+    parts = struct(pieces, M, D, dtype=jnp.float32)
+    text = lower_for_h200(run, parts, struct(D), struct(D, F))
+    assert text.count("custom_call @mosaic_gpu") == kernels
+    assert "stablehlo.rsqrt" not in text
 
 
 @pytest.mark.parametrize(("M", "F", "kernels"), [(1, 3072, 1), (2, 3072, 2), (1, 256, 1)])
@@ -200,6 +253,7 @@ def test_a_small_matrix_is_left_to_others():
         (1, (2, 64), r"y \(2, 64\)"),
         (3, (63,), r"next_w \(63,\)"),
         (4, (63, 8), r"matrix \(63, 8\) float32"),
+        (4, (64,), r"matrix \(64,\) float32"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(place, shape, message):

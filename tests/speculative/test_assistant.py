@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixture_models import FOLDER, Model, empty, model
+from h200_lowering import lower_for_h200
 from safetensors.numpy import load_file, save_file
 
 from carat_jax import generate
@@ -20,6 +21,7 @@ from carat_jax.generate import Controls
 from carat_jax.kv_state import KVState, LayerKV, RingKV, abstract_state
 from carat_jax.model import hidden_states
 from carat_jax.options import GenerateOptions
+from carat_jax.params import abstract_params
 from carat_jax.speculative import Drafter, Exact, SpeculativeState, Target, speculate, start
 from carat_jax.speculative.drafters.assistant import Assistant, lent_keys
 from carat_jax.speculative.drafters.assistant_checkpoint import load_assistant
@@ -129,6 +131,30 @@ def test_the_chain_is_the_stored_one(name):
     np.testing.assert_array_equal(got["ids"][0], expected["ref_ids"])
     np.testing.assert_allclose(got["logits"][0], expected["ref_logits"], rtol=0, atol=5e-4)
     np.testing.assert_allclose(got["projected"][0], expected["ref_projected"], rtol=0, atol=5e-4)
+
+
+# --- On a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["12b", "26b-a4b", "31b"])
+def test_a_round_with_a_full_head_leaves_only_the_choice_of_tokens_to_xla(name, rows):
+    config = GemmaConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text()))
+    raw = json.loads((CONFIGS / f"{name}-drafter.json").read_text())
+    assistant = Assistant.abstract(AssistantConfig.from_dict(raw))
+    token = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    hidden = jax.ShapeDtypeStruct((rows, config.hidden_size), jnp.bfloat16)
+    state, params = abstract_state(config, rows, 8192), abstract_params(config)
+
+    def propose(assistant, params, state, token, hidden):
+        target = Target(params, config, state, token, hidden)
+        return assistant.propose(None, target, 2, None)[0].tokens
+
+    text = lower_for_h200(propose, assistant, params, state, token, hidden)
+    reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
+    assert reductions  # no norm among them
+    assert all(f"x{config.vocab_size}xf32>" in line for line in reductions), reductions
+    assert "dot_general" not in text
 
 
 # --- In the loop ---------------------------------------------------------------------------------

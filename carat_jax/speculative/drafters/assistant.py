@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from carat_jax import kv_state, rope, sharding
 from carat_jax.attention import Keys, Step
 from carat_jax.config import FULL, SLIDING, GemmaConfig, LayerType
-from carat_jax.layers import Entry, enter, linear, weight
+from carat_jax.layers import Entry, add_and_enter, linear, weight
 from carat_jax.model import Block, Params, embed
 from carat_jax.params import random_params
 from carat_jax.speculative.drafters.assistant_config import AssistantConfig, check_pair
@@ -191,13 +191,14 @@ class AssistantModel(nn.Module):
           [B, T, h] for `scores`, and the next step's `hidden` [B, T, D].
         """
         c = self.config.text
-        h = linear(jnp.concatenate([embedded, hidden], axis=-1), self.pre_projection)
+        read = jnp.concatenate([embedded, hidden], axis=-1)
+        h = linear(read, self.pre_projection, partial=True)
         positions = step.positions(h.shape[1])
         angles = {
             kind: rope.angles(positions, spec)
             for kind, spec in zip(c.layer_types, self.config.layers, strict=True)
         }
-        y = enter(h, self.layers[0].entry, c.rms_norm_eps)
+        h, y = add_and_enter(None, h, None, self.layers[0].entry, c.rms_norm_eps)
         following = [*(block.entry for block in self.layers[1:]), Entry(self.norm, None)]
         for kind, block, after in zip(c.layer_types, self.layers, following, strict=True):
             h, y, _, _ = block(h, y, after, None, angles[kind], step, None, lent[kind])
