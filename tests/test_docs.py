@@ -38,6 +38,7 @@ COMMANDS_NOT_RUN = {
     "carat generate 'The ring buffer'": "a gated checkpoint",
     "carat chat": "a gated checkpoint, and somebody to talk to",
     "python -m carat_jax.training": "minutes of training; tests/test_training*.py run it in small",
+    "bash scripts/measure.sh": "tests/test_measure.py runs it, with a command that only listens",
     "python scripts/plot_results.py": "test_the_plots_show_every_result runs its parts",
     "make": "sets up an environment; tests/test_packaging.py runs that",
 }
@@ -270,8 +271,11 @@ def reached() -> Iterator[tuple[str, str, float, float | None]]:
     read = memory.step_bytes(PRESETS["31b"], 1, 6005)
     floor = 1e3 * read.floor_s(memory.READ_BANDWIDTH["NVIDIA H200"])
     yield "speculative_31b.json", "a step of 31B behind 6,005 tokens", step["step_ms"], floor
+    (step,) = results("speculative_31b_3.json")
+    assert (step["batch"], step["context"], step["proposals"]) == (1, 6005, 3)
     more = 100 * (step["verify_ms"] / step["step_ms"] - 1)
-    yield "speculative_31b.json", "a verify pass over a step of 31B", more, None
+    label = "a verify pass of four positions over a step of 31B"
+    yield "speculative_31b_3.json", label, more, None
     prefill, *_ = results("prefill_31b_cold.json")
     assert prefill["prompt"] == 8192
     yield "prefill_31b_cold.json", "a prompt of 8,192 tokens, 31B", prefill["ttft_s"], None
