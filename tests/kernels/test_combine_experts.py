@@ -187,9 +187,9 @@ def test_what_the_kernel_refuses_is_left_to_xla():
     [
         (17, 512, 2, "bfloat16", "17 rows of 2 experts: takes up to 16 rows"),
         (1, 512, 17, "bfloat16", "1 rows of 17 experts: .* 16 experts"),
-        (1, 384, 2, "bfloat16", "D % 256"),
+        (1, 384, 2, "bfloat16", r"rows \(2, 384\): takes D % 256"),
         (1, 2048, 2, "bfloat16", "up to 4 warpgroups"),
-        (1, 512, 2, "float32", "float32"),
+        (1, 512, 2, "float32", "rows is float32"),
     ],
 )
 def test_what_the_kernel_cannot_take_is_unsupported(M, D, k, dtype, named):
