@@ -165,7 +165,7 @@ class Attention(nn.Module):
             keys, kv = self._through_the_ring(keys, step, kv)
         elif kv is not None:
             kv = kv.replace(**{name: getattr(keys, name) for name in kv_state.arrays(kv)})
-        out = self._attend(inputs, keys, step, lent=not s.owns_kv).reshape(B, T, K * G * H)
+        out = self._attend(inputs, keys, step).reshape(B, T, K * G * H)
         return linear_share(out, o, self.shards), kv, keys
 
     def _through_the_ring(self, new: Keys, step: Step, kv: RingKV) -> tuple[Keys, RingKV]:
@@ -179,7 +179,7 @@ class Attention(nn.Module):
         both, kv = lax.optimization_barrier((both, kv))
         return Keys(k=both.k, v=both.v), kv
 
-    def _attend(self, inputs: AttentionInputs, keys: Keys, step: Step, *, lent: bool) -> jax.Array:
+    def _attend(self, inputs: AttentionInputs, keys: Keys, step: Step) -> jax.Array:
         """Runs the op that fits: [B, T, N, H]."""
         s = self.spec
         compact = {}
@@ -189,8 +189,8 @@ class Attention(nn.Module):
         choice = {"implementation": step.implementation}
         if not step.decode:
             return prefill_attention(*arguments, window=s.window, **compact, **choice)
-        # Layers that are lent the same keys and values follow each other.
-        choice["reread"] = lent
+        # What one layer is lent another soon reads as well: it may stay in L2.
+        choice["reread"] = not s.owns_kv
         if s.window is None:
             return global_attention(*arguments, **compact, **choice)
         return ring_attention(*arguments, window=s.window, **choice)

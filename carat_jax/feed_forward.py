@@ -16,6 +16,7 @@ from pallas_kernels import (
     expert_inputs,
     expert_matmul,
     gated_gelu,
+    weighed,
 )
 
 
@@ -44,6 +45,8 @@ class MLP(nn.Module):
 class Visits(NamedTuple):
     """What the experts made of M tokens, each of which visits k, for `combine_experts`.
 
+    On a mesh k is 1 here: a token's row, float32, is one device's share of its sum, for `total`.
+
     Attributes:
       rows: [M · k, D], one for each visit.
       place: int32 [M, k], which row is whose; None: in the order of tokens.
@@ -60,7 +63,7 @@ class Experts(nn.Module):
 
     Weights: router [D, E], router_scale [D], per_expert_scale [E], gate_up [E, D, 2, F],
     down [E, F, D]. On a mesh a device has a share of the experts (E of the last two is less) and
-    the whole router; the rows of experts of other devices are zeros there.
+    the whole router, and its output is a share of the sum.
     """
 
     config: GemmaConfig
@@ -87,7 +90,14 @@ class Experts(nn.Module):
         self.sow("intermediates", "router", (index, share))
         if self.shards > 1:
             index = _of_this_device(index, len(self.down))
-        return Visits(*_visit(x, index, self.gate_up, self.down, self.shards > 1), share)
+        visits = Visits(*_visit(x, index, self.gate_up, self.down, self.shards > 1), share)
+        return visits if self.shards == 1 else _one_each(visits)
+
+
+def _one_each(visits: Visits) -> Visits:
+    """The same with one row for each token, the sum of its k, so that devices send no more."""
+    rows = weighed(*visits)
+    return Visits(rows, None, jnp.ones((len(rows), 1), jnp.float32))
 
 
 def _of_this_device(index: jax.Array, E: int) -> jax.Array:

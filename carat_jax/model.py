@@ -30,7 +30,6 @@ from carat_jax.layers import (
 )
 from carat_jax.sharding import MODEL
 from pallas_kernels import PartialSums, combine_experts, per_layer_input
-from pallas_kernels.combine_experts.xla import weighed
 
 Params = dict[str, Any]
 
@@ -128,9 +127,9 @@ class Block(nn.Module):
     def _combine(self, h: jax.Array, y: jax.Array | PartialSums, visits: Visits) -> jax.Array:
         """What the MLP, y, and the experts give, each under a norm; like the residual h."""
         y = y.reshape(-1, h.shape[-1])
-        if self.shards > 1:  # what comes of the experts is one row for each token
-            y, m = total(self.shards, h.dtype, y, weighed(*visits))
-            visits = Visits(m, None, jnp.ones((len(m), 1), jnp.float32))
+        if self.shards > 1:
+            y, rows = total(self.shards, h.dtype, y, visits.rows)
+            visits = visits._replace(rows=rows)
         y = combine_experts(
             y,
             self.post_feedforward_layernorm_1,

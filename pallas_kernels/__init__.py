@@ -21,6 +21,7 @@ of a global cache, R slot of a ring, W window, P rotated widths of a head.
 from pallas_kernels.attention_inputs import AttentionInputs, attention_inputs
 from pallas_kernels.choose_experts import choose_experts
 from pallas_kernels.combine_experts import combine_experts
+from pallas_kernels.combine_experts.xla import weighed
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.expert_inputs import expert_inputs
 from pallas_kernels.expert_matmul import expert_matmul
@@ -52,4 +53,5 @@ __all__ = [
     "ring_attention",
     "skinny_matmul",
     "summed",
+    "weighed",
 ]

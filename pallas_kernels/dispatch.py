@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.partial_sums import PartialSums, summed
 
 Implementation = Callable[..., Any]
 
@@ -62,8 +62,8 @@ def _differentiable(
         arrays = {key: x for key, x in kwargs.items() if isinstance(x, jax.Array)}
         static = {key: x for key, x in kwargs.items() if key not in arrays}
 
-        def reference(args, arrays):
-            return implementations[last](*args, **arrays, **static)
+        def reference(args, arrays):  # whole: it may leave a sum in other pieces, or in none
+            return _of_sums(implementations[last](*args, **arrays, **static), summed)
 
         @jax.custom_vjp
         def run(args, arrays):
@@ -73,7 +73,7 @@ def _differentiable(
             return run(args, arrays), (args, arrays)
 
         def backward(inputs, cotangent):
-            return jax.vjp(reference, *inputs)[1](_of_sums(cotangent))
+            return jax.vjp(reference, *inputs)[1](_of_sums(cotangent, _of_each_piece))
 
         run.defvjp(forward, backward)
         return run(args, arrays)
@@ -83,13 +83,16 @@ def _differentiable(
     return call
 
 
-def _of_sums(cotangent: Any) -> Any:
-    """A cotangent of whole arrays, which the reference has: each piece of a sum has the sum's."""
+def _of_sums(tree: Any, do: Callable[[Any], Any]) -> Any:
+    """The tree with do(x) in place of each leaf x, which may be a `PartialSums`."""
+    return jax.tree.map(do, tree, is_leaf=lambda x: isinstance(x, PartialSums))
 
-    def whole(x):
-        return x.parts[0].astype(x.dtype) if isinstance(x, PartialSums) else x
 
-    return jax.tree.map(whole, cotangent, is_leaf=lambda x: isinstance(x, PartialSums))
+def _of_each_piece(cotangent: Any) -> Any:
+    """The cotangent of a sum, which each of its pieces has; that of an array as it is."""
+    if not isinstance(cotangent, PartialSums):
+        return cotangent
+    return cotangent.parts[0].astype(cotangent.dtype)
 
 
 def thread_blocks(blocks: int | None, interpret: Any) -> int:

@@ -19,17 +19,24 @@ MOST_PARTS = 8  # warpgroups of a row
 WARPS = 4  # of a warpgroup
 
 
-def check_rows(h: jax.Array | PartialSums, **others: jax.Array | PartialSums | None) -> None:
+def check_rows(**arrays: jax.Array | PartialSums | None) -> None:
     """Raises Unsupported: another dtype than bfloat16, D no multiple of 256 or above 8,192, no
-    rows."""
-    for name, x in (("h", h), *others.items()):
-        if x is not None and x.dtype != jnp.bfloat16:
+    rows.
+
+    Args:
+      arrays: by the names that a message gives them; the first that is not None has the rows,
+        [..., D].
+    """
+    given = {name: x for name, x in arrays.items() if x is not None}
+    for name, x in given.items():
+        if x.dtype != jnp.bfloat16:
             raise Unsupported(f"{name} is {x.dtype}, this takes bfloat16")
-    D = h.shape[-1]
+    name, rows = next(iter(given.items()))
+    D = rows.shape[-1]
     if D % 256 or D > WIDEST:
-        raise Unsupported(f"h {h.shape}: takes D % 256 == 0 <= {WIDEST}")
-    if not h.size:
-        raise Unsupported(f"h {h.shape} has no rows")
+        raise Unsupported(f"{name} {rows.shape}: takes D % 256 == 0 <= {WIDEST}")
+    if not rows.size:
+        raise Unsupported(f"{name} {rows.shape} has no rows")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,8 +23,12 @@ TILE = plgpu.Layout.TILED(
 
 
 def groups_of_rows(M: int, tiles: int, blocks: int) -> int:
-    """How many groups M rows are dealt out to, of which a block has one: as many as leave each
-    of the tiles a block at once, of so many blocks."""
+    """How many groups M rows are dealt out to: as many as run at once, at least one.
+
+    Args:
+      tiles: of the matrix; a group has a block for each.
+      blocks: that run at a time.
+    """
     return min(M, max(1, blocks // tiles))
 
 
@@ -41,7 +45,8 @@ def each_row(M: int, do: Callable[[Any, Any], None]) -> None:
 
 
 def product(x_ref: Any, matrix_ref: Any) -> jax.Array:
-    """x [depth] · matrix [depth, COLUMNS], by one warpgroup of a block.
+    """float32 [COLUMNS], x [depth] · matrix [depth, COLUMNS], by one warpgroup of a block: several
+    at once would share the scratch memory of `jnp.sum`.
 
     Products of two bfloat16 numbers are exact in float32: only sums round, in a fixed order.
 

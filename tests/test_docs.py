@@ -345,6 +345,14 @@ def test_the_table_of_what_is_read_once_was_measured():
             assert abs(run[field] - float(cell)) <= half_a_digit(cell), run["variant"]
 
 
+def test_a_part_of_a_result_that_the_page_of_kernels_names_is_stored():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w-]+\.json)`,\s+`(\w+)`", page)
+    assert named
+    for file, part in named:
+        assert part in json.loads((ROOT / "benchmarks" / "h200" / file).read_text()), (file, part)
+
+
 OPS = [
     path
     for path in sorted((ROOT / "pallas_kernels").glob("*/__init__.py"))

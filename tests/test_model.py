@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import re
+from collections import Counter
 
 import float64_reference
 import jax
@@ -20,10 +22,12 @@ from fixture_models import (
     run,
     step,
 )
+from h200_lowering import lower_for_h200
 
 from carat_jax import attention, layers
 from carat_jax.attention import Keys
 from carat_jax.config import FULL, PRESETS, GemmaConfig
+from carat_jax.kv_state import abstract_state
 from carat_jax.model import embedding_scale, forward, hidden_states
 from carat_jax.params import abstract_params, init_params, num_params, param_bytes
 from pallas_kernels import residual_norm_matmul
@@ -321,3 +325,22 @@ def test_keys_and_values_that_layers_are_lent_may_stay_in_the_cache(name, monkey
         empty(m, 1),
     )
     assert reread == [not spec.owns_kv for spec in m.config.layers]
+
+
+def test_a_token_passes_a_mixtures_layers_through_kernels_alone():
+    """Of 26B-A4B on an H200: twelve a layer; XLA has the embedding, angles and the cap."""
+    whole = PRESETS["26b-a4b"]
+    kinds = whole.layer_types[0], whole.layer_types[-1]
+    config = dataclasses.replace(whole, num_hidden_layers=2, layer_types=kinds, vocab_size=16384)
+    text = lower_for_h200(
+        lambda params, tokens, state: forward(params, config, tokens, state),
+        abstract_params(config),
+        jax.ShapeDtypeStruct((1, 1), jnp.int32),
+        abstract_state(config, 1, 4096),
+    )
+    ops = Counter(re.findall(r"stablehlo\.(\w+)", text))
+    assert not ops.keys() & {"sort", "scatter", "dot_general", "concatenate", "dynamic_slice"}
+    assert [ops[name] for name in ("rsqrt", "reduce", "tanh")] == [0, 0, 1]  # that of the cap
+    kernels = re.findall(r"func private @(\w+)\((?:(?!func).)*?@mosaic_gpu", text, re.DOTALL)
+    calls = [name for name in re.findall(r"= call @(\w+)\(", text) if name in kernels]
+    assert len(calls) == 2 * 12 + 2  # and the first product, with its norm, and the head

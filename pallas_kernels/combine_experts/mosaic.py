@@ -54,7 +54,7 @@ def combine_experts(
     """
     if interpret is None:
         require_hopper()
-    check_rows(rows, y=y, w=w, experts_w=experts_w)
+    check_rows(rows=rows, y=y, w=w, experts_w=experts_w)
     (M, k), D = share.shape, rows.shape[1]
     if M > MOST_ROWS or k > MOST_EXPERTS:
         raise Unsupported(
@@ -82,7 +82,7 @@ def _launch(
     *places: jax.Array,
 ) -> jax.Array:
     (parts, M, D), k = y.shape, share.shape[1]
-    times = _product(form.layout, form.width) if interpret is None else jnp.multiply
+    times = _rounded_product(form.layout, form.width) if interpret is None else jnp.multiply
 
     def combine(y_ref, w_ref, rows_ref, share_ref, experts_w_ref, *refs, dense, there, **scratch):
         *place_refs, out_ref = refs
@@ -123,7 +123,7 @@ def _launch(
     )(y, w, rows, share, experts_w, *places)
 
 
-def _product(layout: plgpu.Layout, width: int) -> Any:
+def _rounded_product(layout: plgpu.Layout, width: int) -> Any:
     """product(x [width] of `layout`, scalar), rounded.
 
     Of two products that are added, ptxas else leaves one or the other unrounded.

@@ -57,7 +57,7 @@ def expert_inputs(
         8,192, E no multiple of 64, more than 16 rows.
     """
     cores = thread_blocks(blocks, interpret)
-    check_rows(h, w=w, scale=scale, router=router)
+    check_rows(h=h, w=w, scale=scale, router=router)
     if len(h) > MOST_ROWS:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes up to {MOST_ROWS}")
     if not router.size or router.shape[1] % COLUMNS:

@@ -66,7 +66,7 @@ def per_layer_input(
         8,192, P other than 256, more than 16 rows.
     """
     cores = thread_blocks(blocks, interpret)
-    check_rows(h, y=y, w=w)
+    check_rows(h=h, y=y, w=w)
     if len(h) > MOST_ROWS:
         raise Unsupported(f"h {h.shape} has {len(h)} rows: takes up to {MOST_ROWS}")
     if gate.shape[-1] != DEPTH:

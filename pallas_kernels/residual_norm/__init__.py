@@ -27,7 +27,7 @@ def residual_norm(
     """Adds the normed output y of a sublayer to the residual h, and norms the sum for the next.
 
     norm(x, w) = x / sqrt(mean(x²) + eps) · w over the last axis, in float32, rounded to the dtype
-    of h; so are the sum and its product with `scale`.
+    of h (of y, where h is None); so are the sum and its product with `scale`.
 
     Args:
       h, y: [..., D]. h is None where the residual begins: then y itself is the sum.
@@ -38,7 +38,8 @@ def residual_norm(
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
-      The new residual (h + norm(y, w)) · scale, and norm(of it, next_w), both like h.
+      The new residual (h + norm(y, w)) · scale, or y · scale, and norm(of it, next_w), both
+      [..., D].
 
     Raises:
       ValueError: shapes that do not fit, an unknown implementation.

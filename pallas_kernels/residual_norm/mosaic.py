@@ -38,7 +38,7 @@ def residual_norm(
     """
     if interpret is None:
         require_hopper()
-    check_rows(y if h is None else h, y=y, w=w, next_w=next_w)
+    check_rows(h=h, y=y, w=w, next_w=next_w)
     D = y.shape[-1]
     M = y.size // D
     if M > MOST_ROWS:

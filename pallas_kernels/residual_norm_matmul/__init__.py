@@ -35,14 +35,14 @@ def residual_norm_matmul(
     Args:
       h, y: [M, D]; h and w may be None, as in `residual_norm`.
       w, next_w, eps, scale: as in `residual_norm`.
-      matrix: [D, F], like h.
+      matrix: [D, F], like h, or y where h is None.
       out: dtype of the product.
       partial: the product may stay in pieces, where an implementation makes them.
       implementation: one of `IMPLEMENTATIONS`; None takes the best that accepts the inputs.
 
     Returns:
-      The new residual h [M, D] = (h + norm(y, w)) · scale, and norm(of it, next_w) · matrix
-      [M, F]; in pieces only if `partial`.
+      The new residual h [M, D] as of `residual_norm`, and norm(of it, next_w) · matrix [M, F]; in
+      pieces only if `partial`.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown implementation.

@@ -65,7 +65,7 @@ def residual_norm_matmul(
     """
     interpreted = interpret is not None
     cores = thread_blocks(blocks, interpret)
-    check_rows(y if h is None else h, y=y, w=w, next_w=next_w)
+    check_rows(h=h, y=y, w=w, next_w=next_w)
     check_matrix(y.dtype, matrix, False, interpreted)
     if y.shape[0] != 1:
         raise Unsupported(f"y {y.shape} has {y.shape[0]} rows: takes one")

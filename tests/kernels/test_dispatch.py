@@ -86,15 +86,20 @@ def test_the_gradient_is_that_of_the_reference(name):
     np.testing.assert_allclose(of_weight, x**3)
 
 
-def test_the_gradient_of_a_sum_is_that_of_each_of_its_pieces():
-    """Where an implementation leaves in pieces what the reference has in one."""
+@pytest.mark.parametrize("own", [(), (1.0,), (0.5, 0.5), (0.5, 0.25, 0.25)], ids=len)
+def test_the_gradient_of_a_sum_is_that_of_each_of_its_pieces(own):
+    """Whether the reference has in one what an implementation leaves in pieces, or in pieces too:
+    the last may be made of ops that do, in other cuts."""
+
+    def in_pieces(y, *shares):
+        return PartialSums(jnp.stack([y * share for share in shares]), jnp.dtype(jnp.bfloat16))
 
     def reference(x, weight):
-        return x.sum(), (x * weight).astype(jnp.bfloat16)
+        y = x * weight
+        return x.sum(), in_pieces(y, *own) if own else y.astype(jnp.bfloat16)
 
     def kernel(x, weight):
-        y = x * weight
-        return x.sum(), PartialSums(jnp.stack([y / 4, y / 2, y / 4]), jnp.dtype(jnp.bfloat16))
+        return x.sum(), in_pieces(x * weight, 0.25, 0.5, 0.25)
 
     def loss(x, weight):
         total, y = dispatch.run({"kernel": kernel, "xla": reference}, "kernel", x, weight)

@@ -13,6 +13,7 @@ from pallas_kernels import (
     residual_norm,
     residual_norm_matmul,
     skinny_matmul,
+    summed,
 )
 from pallas_kernels.residual_norm import mosaic as norm_kernel
 from pallas_kernels.residual_norm_matmul import mosaic
@@ -196,6 +197,23 @@ def lowered(M: int, D: int, F: int, pieces: int, implementation: str | None) -> 
 @pytest.mark.parametrize("shape", PUBLISHED, ids=str)
 def test_lowers_for_an_h200_at_the_published_shapes(shape):
     assert lowered(1, *shape, "mosaic").count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("M", [1, 5])
+def test_a_gradient_lowers_for_an_h200(M):
+    """The two ops leave their product in pieces, too, in the gradient's forward pass."""
+    D, F, _ = PUBLISHED[-1]
+
+    def loss(h, y, w, next_w, matrix):
+        more = {"eps": EPS, "out": jnp.float32, "partial": True}
+        h, product = residual_norm_matmul(h, y, w, next_w, matrix, **more)
+        return h.astype(jnp.float32).sum() + summed(product).sum()
+
+    shapes = (M, D), (M, D), (D,), (D,), (D, F)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    text = lower_for_h200(jax.grad(loss, range(5)), *arrays)
+    assert "custom_call @mosaic_gpu" in text
+    assert "dot_general" in text  # the gradient's products, which XLA computes
 
 
 @pytest.mark.parametrize("shape", BEGINNINGS, ids=str)
