@@ -7,8 +7,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.combine_experts import mosaic, xla
 from pallas_kernels.partial_sums import PartialSums
 
-# Best first by prediction only. What it is to beat: `carat bench decode --config 26b-a4b` with this
-# done by XLA, benchmarks/h200/decode_26b-a4b.json (879781d).
+# Best first, with `expert_inputs`: a step of 26B-A4B where XLA did both, and where neither,
+# benchmarks/h200, "mixture" in kernels_31b.json (1a4af0c, 76ce904).
 IMPLEMENTATIONS = {"mosaic": mosaic.combine_experts, "xla": xla.combine_experts}
 
 

@@ -6,8 +6,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.expert_inputs import mosaic, xla
 from pallas_kernels.partial_sums import PartialSums
 
-# Best first by prediction only. What it is to beat: `carat bench decode --config 26b-a4b` with this
-# done by XLA, benchmarks/h200/decode_26b-a4b.json (879781d).
+# Best first, with `combine_experts`: a step of 26B-A4B where XLA did both, and where neither,
+# benchmarks/h200, "mixture" in kernels_31b.json (1a4af0c, 76ce904).
 IMPLEMENTATIONS = {"mosaic": mosaic.expert_inputs, "xla": xla.expert_inputs}
 
 
