@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.partial_sums import PartialSums
 
@@ -73,7 +74,8 @@ def _differentiable(
             return run(args, arrays), (args, arrays)
 
         def backward(inputs, cotangent):
-            return jax.vjp(reference, *inputs)[1](_of_sums(cotangent))
+            outputs, gradient = jax.vjp(reference, *inputs)
+            return gradient(_of_sums(cotangent, outputs))
 
         run.defvjp(forward, backward)
         return run(args, arrays)
@@ -83,13 +85,22 @@ def _differentiable(
     return call
 
 
-def _of_sums(cotangent: Any) -> Any:
-    """A cotangent of whole arrays, which the reference has: each piece of a sum has the sum's."""
+def _of_sums(cotangent: Any, outputs: Any) -> Any:
+    """A cotangent like the reference's outputs, which may be in other pieces, or in none.
 
-    def whole(x):
-        return x.parts[0].astype(x.dtype) if isinstance(x, PartialSums) else x
+    Each piece of a sum has the sum's.
+    """
 
-    return jax.tree.map(whole, cotangent, is_leaf=lambda x: isinstance(x, PartialSums))
+    def is_sum(x):
+        return isinstance(x, PartialSums)
+
+    def fit(like, x):
+        x = x.parts[0].astype(x.dtype) if is_sum(x) else x
+        if is_sum(like):
+            return like.replace(parts=jnp.broadcast_to(x, like.parts.shape).astype(jnp.float32))
+        return x
+
+    return jax.tree.map(fit, outputs, cotangent, is_leaf=is_sum)
 
 
 def thread_blocks(blocks: int | None, interpret: Any) -> int:

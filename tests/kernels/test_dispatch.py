@@ -86,11 +86,16 @@ def test_the_gradient_is_that_of_the_reference(name):
     np.testing.assert_allclose(of_weight, x**3)
 
 
-def test_the_gradient_of_a_sum_is_that_of_each_of_its_pieces():
-    """Where an implementation leaves in pieces what the reference has in one."""
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_the_gradient_of_a_sum_is_that_of_each_of_its_pieces(pieces):
+    """Where an implementation leaves in pieces what the reference has in one, or in others."""
 
     def reference(x, weight):
-        return x.sum(), (x * weight).astype(jnp.bfloat16)
+        y = x * weight
+        if pieces:
+            parts = jnp.stack([y / pieces] * pieces)
+            return x.sum(), PartialSums(parts, jnp.dtype(jnp.bfloat16))
+        return x.sum(), y.astype(jnp.bfloat16)
 
     def kernel(x, weight):
         y = x * weight

@@ -13,6 +13,7 @@ from pallas_kernels import (
     residual_norm,
     residual_norm_matmul,
     skinny_matmul,
+    summed,
 )
 from pallas_kernels.residual_norm import mosaic as norm_kernel
 from pallas_kernels.residual_norm_matmul import mosaic
@@ -214,6 +215,24 @@ def test_a_residual_that_begins_lowers_for_an_h200(M, kernels, shape):
     text = lower_for_h200(run, parts, struct(D), struct(D, F))
     assert text.count("custom_call @mosaic_gpu") == kernels
     assert "stablehlo.rsqrt" not in text
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_gradient_of_one_row_lowers_for_an_h200(begins, partial):
+    """The two ops, whose gradient it is, leave their product in pieces too, there."""
+    D, F, _ = BEGINNINGS[0]
+
+    def loss(h, y, w, next_w, matrix):
+        arrays = [h, y, w, next_w, matrix]
+        arrays = beginning(arrays) if begins else arrays
+        h, x = residual_norm_matmul(*arrays, eps=EPS, out=BF16, partial=partial)
+        return sum(x.astype(jnp.float32).sum() for x in (h, summed(x)))
+
+    shapes = (1, D), (1, D), (D,), (D,), (D, F)
+    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    text = lower_for_h200(jax.value_and_grad(loss, range(5)), *arrays)
+    assert "custom_call @mosaic_gpu" in text
 
 
 @pytest.mark.parametrize(("M", "F", "kernels"), [(1, 3072, 1), (2, 3072, 2), (1, 256, 1)])
