@@ -52,7 +52,8 @@ def expert_matmul(
         raise ValueError(f"x {x.dtype} and w {w.dtype} must have the same dtype")
     fits = index.ndim == 1 and index.size and len(x) in (1, len(index))
     if not fits or not jnp.issubdtype(index.dtype, jnp.integer):
-        raise ValueError(f"index {index.shape} {index.dtype} must be integer [n] = [{len(x)}]")
+        n = ", n at least 1" if len(x) == 1 else f" = [{len(x)}]"
+        raise ValueError(f"index {index.shape} {index.dtype} must be integer [n]{n}")
     return dispatch.run(
         IMPLEMENTATIONS, implementation, x, w, index.astype(jnp.int32), absent=absent
     )

@@ -200,6 +200,8 @@ def test_no_tile_holds_rows_without_a_matrix(case):
         ({"w_dtype": jnp.bfloat16}, ["float32", "bfloat16"]),
         ({"index": (5,)}, ["index (5,)", "[6]"]),
         ({"index": (6, 1)}, ["index (6, 1)", "[6]"]),
+        ({"x": (1, 8), "index": (6, 1)}, ["index (6, 1)", "[n], n at least 1"]),
+        ({"x": (1, 8), "index": (0,)}, ["index (0,)", "[n], n at least 1"]),
         ({"index_dtype": jnp.float32}, ["float32", "must be integer"]),
         ({"implementation": "nope"}, ["'nope' does not exist: take 'mosaic', 'xla'"]),
     ],
