@@ -117,10 +117,10 @@ def _visit(
     x, expert, place = x.astype(gate_up.dtype), index.reshape(-1), None
     if M > 1:  # else k different experts: there is nothing to bring together
         # Sorted by expert, then by visit, as one array: cheaper than an argsort.
-        visit = jnp.arange(M * k)
-        expert, visit = jnp.divmod(jnp.sort(expert * (M * k) + visit), M * k)
+        row = jnp.arange(M * k, dtype=jnp.int32)
+        expert, visit = jnp.divmod(jnp.sort(expert * (M * k) + row), M * k)
         x = x[visit // k]
-        place = jnp.zeros_like(visit).at[visit].set(jnp.arange(M * k), unique_indices=True)
+        place = jnp.zeros_like(row).at[visit].set(row, unique_indices=True)
         place = place.reshape(M, k)
     y = expert_matmul(x, gate_up, expert, absent=absent)
     y = expert_matmul(y, down, expert, absent=absent)

@@ -305,6 +305,17 @@ def test_norms_are_taken_together_with_the_products_after_them(name, monkeypatch
     assert added == [False] + [True] * (len(expected) - 1)
 
 
+def test_a_mixture_runs_where_integers_have_64_bits():
+    """As in a program that switches them on for itself."""
+    m = model("moe_26b_like")
+    tokens = jnp.asarray(m.ids[None, :5])
+    expected = forward(m.params, m.config, tokens, None)[0]
+    with jax.enable_x64(True):
+        logits = forward(m.params, m.config, tokens, None)[0]
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=LOGITS[m.name])
+
+
 @each_model
 def test_keys_and_values_that_layers_are_lent_may_stay_in_the_cache(name, monkeypatch):
     """Those of a layer's own are read once in a step."""

@@ -7,8 +7,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.combine_experts import mosaic, xla
 from pallas_kernels.partial_sums import PartialSums
 
-# Best first, with `expert_inputs`: a step of 26B-A4B where XLA did both, and where neither,
-# benchmarks/h200, "mixture" in kernels_31b.json (1a4af0c, 76ce904).
+# Best first, together with `expert_inputs`: `carat bench decode --config 26b-a4b`, cut to
+# twelve layers, benchmarks/h200, "mixture" in kernels_31b.json (1a4af0c, 76ce904).
 IMPLEMENTATIONS = {"mosaic": mosaic.combine_experts, "xla": xla.combine_experts}
 
 

@@ -27,4 +27,5 @@ def weighed(rows: jax.Array, place: jax.Array | None, share: jax.Array) -> jax.A
     """float32 [M, D], the sum of a token's rows by their shares; see `combine_experts`."""
     if place is not None:
         rows = rows[place.reshape(-1)]
-    return (rows.astype(jnp.float32).reshape(*share.shape, -1) * share[..., None]).sum(1)
+    rows = rows.astype(jnp.float32).reshape(*share.shape, rows.shape[1])
+    return (rows * share[..., None]).sum(1)

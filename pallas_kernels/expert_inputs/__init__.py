@@ -6,8 +6,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.expert_inputs import mosaic, xla
 from pallas_kernels.partial_sums import PartialSums
 
-# Best first, with `combine_experts`: a step of 26B-A4B where XLA did both, and where neither,
-# benchmarks/h200, "mixture" in kernels_31b.json (1a4af0c, 76ce904).
+# Best first, together with `combine_experts`: `carat bench decode --config 26b-a4b`, cut to
+# twelve layers, benchmarks/h200, "mixture" in kernels_31b.json (1a4af0c, 76ce904).
 IMPLEMENTATIONS = {"mosaic": mosaic.expert_inputs, "xla": xla.expert_inputs}
 
 

@@ -20,7 +20,7 @@ def residual_norm(
     y = summed(y)
     h = y if h is None else h + norm(y, w, eps).astype(h.dtype)
     if scale is not None:
-        h = h * scale
+        h = (h * scale).astype(h.dtype)
     return h, norm(h, next_w, eps).astype(h.dtype)
 
 

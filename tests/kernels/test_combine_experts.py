@@ -89,6 +89,13 @@ def test_none_against_float64(dtype, M, k, pieces):
     assert_right(combine_experts(*arrays, eps=EPS), arrays)
 
 
+@pytest.mark.parametrize(("M", "k"), [(0, 2), (2, 0)])
+def test_of_nothing(M, k):
+    """No tokens; tokens without experts, whose sums are zeros."""
+    arrays = inputs(M, 96, k, dtype="float32")
+    assert_right(combine_experts(*arrays, eps=EPS), arrays)
+
+
 # One warpgroup a half, and two that meet; rows that lie in order, and anywhere.
 @on_a_cpu
 @pytest.mark.parametrize(("M", "k", "pieces", "parts"), [(1, 3, 1, 2), (3, 2, 2, 8)])

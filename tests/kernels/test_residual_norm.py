@@ -100,6 +100,20 @@ def test_where_the_residual_begins(implementation, scaled):
     assert_close(out, expected(None, pieces.sum(0), None, next_w, scale, "bfloat16"), "bfloat16")
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_scale_of_another_dtype_leaves_the_residual_its_own(begins):
+    """As the kernel does: what follows would refuse a residual that has become float32."""
+    h, y, w, next_w, scale = inputs((2,), 96)
+    h, w = (None, None) if begins else (h, w)
+    given, wanted = (
+        residual_norm(h, y, w, next_w, eps=EPS, scale=s, implementation="xla")
+        for s in (scale.astype(jnp.float32), scale)
+    )
+    for a, b in zip(given, wanted, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 4, 64])
 def test_where_the_residual_begins_on_a_gpu(M):

@@ -234,6 +234,24 @@ def test_a_residual_that_begins_lowers_for_an_h200(M, kernels, shape):
     assert "stablehlo.rsqrt" not in text
 
 
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_gradient_of_one_row_lowers_for_an_h200(begins, partial):
+    """The two ops, whose gradient it is, leave their product in pieces too, there."""
+    D, F, _ = BEGINNINGS[0]
+
+    def loss(h, y, w, next_w, matrix):
+        arrays = [h, y, w, next_w, matrix]
+        arrays = beginning(arrays) if begins else arrays
+        h, x = residual_norm_matmul(*arrays, eps=EPS, out=BF16, partial=partial)
+        return sum(x.astype(jnp.float32).sum() for x in (h, summed(x)))
+
+    shapes = (1, D), (1, D), (D,), (D,), (D, F)
+    arrays = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+    text = lower_for_h200(jax.value_and_grad(loss, range(5)), *arrays)
+    assert "custom_call @mosaic_gpu" in text
+
+
 @pytest.mark.parametrize(("M", "F", "kernels"), [(1, 3072, 1), (2, 3072, 2), (1, 256, 1)])
 def test_what_the_kernel_refuses_falls_to_the_two_ops(M, F, kernels):
     """Where the matrix is small one of them is a kernel, and the product XLA's."""
