@@ -120,7 +120,7 @@ def test_a_wrong_implementation_is_void(capsys, tmp_path, monkeypatch):
 
 
 def test_what_refuses_is_skipped(capsys, tmp_path, monkeypatch):
-    def only_decodes(q, k, v, length, *, window):
+    def only_decodes(q, k, v, length, *, window, reread):
         if q.shape[1] > 1:
             raise Unsupported(f"T = {q.shape[1]}: only 1")
         return cases.OPS["ring"].implementations["xla"](q, k, v, length, window=window)

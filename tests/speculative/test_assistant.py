@@ -137,7 +137,9 @@ def test_the_chain_is_the_stored_one(name):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["12b", "26b-a4b", "31b"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("12b", "26b-a4b")), "31b"]
+)
 def test_a_round_with_a_full_head_leaves_only_the_choice_of_tokens_to_xla(name, rows):
     config = GemmaConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text()))
     raw = json.loads((CONFIGS / f"{name}-drafter.json").read_text())
