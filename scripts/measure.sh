@@ -41,6 +41,7 @@ serving() {
 attention() {
   bench attention_31b attention --config 31b --op ring global --tokens 1 4 5 --implementation mosaic
   bench prefill_attention_31b attention --config 31b --op prefill --context 8192 --implementation mosaic
+  bench ablation_31b ablation --config 31b --no-png
 }
 
 prefill() { # compiles everything itself

@@ -68,8 +68,9 @@ def test_a_group_alone_and_what_is_there_already(tmp_path):
 def test_what_fails_is_told_and_does_not_stop_the_others(tmp_path):
     done = measure(tmp_path, "attention", "prefill", STATUS="1")
     assert done.returncode == 1
-    assert len(asked(tmp_path)) == 3
-    assert "not measured: attention_31b prefill_attention_31b prefill_31b_cold" in done.stderr
+    assert len(asked(tmp_path)) == 4
+    names = "attention_31b prefill_attention_31b ablation_31b prefill_31b_cold"
+    assert f"not measured: {names}" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",)])
